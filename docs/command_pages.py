@@ -1,4 +1,5 @@
-"""Write docs/commands/: one page for each command of ``kvshm``, from the command's own parser.
+"""Write docs/commands/, one page for each command of ``kvshm`` from the command's own parser, and
+docs/doctor.md from the checks of ``kvshm doctor``.
 
     make docs
 
@@ -13,13 +14,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from generate import replaced
-
 from kvshm.tools import cli
-from kvshm.tools.doctor import command as doctor
+from kvshm.tools.doctor.registry import CHECKS
 
 FOLDER = Path(__file__).with_name("commands")
-OPERATIONS = Path(__file__).with_name("operations.md")
+DOCTOR = Path(__file__).with_name("doctor.md")
 
 
 def pages() -> Mapping[str, str]:
@@ -29,15 +28,8 @@ def pages() -> Mapping[str, str]:
     return made | {"README.md": "\n".join(_index()) + "\n"}
 
 
-def checks() -> str:
-    """Return the table of the doctor's checks."""
-    rows = [f"| {check.name} | {check.about} |" for check in doctor.CHECKS]
-    return "\n".join(["| check | looks at |", "|---|---|", *rows, ""])
-
-
 def write() -> None:
-    """Make the folder what ``pages`` says, and the table of checks in operations.md."""
-    OPERATIONS.write_text(replaced(OPERATIONS.read_text("utf-8"), "checks", checks()), "utf-8")
+    """Make the folder what ``pages`` says."""
     FOLDER.mkdir(exist_ok=True)
     made = pages()
     for old in FOLDER.glob("*.md"):
@@ -45,6 +37,40 @@ def write() -> None:
             old.unlink()
     for name, text in made.items():
         (FOLDER / name).write_text(text, "utf-8")
+    DOCTOR.write_text(doctor_page(), "utf-8")
+
+
+def doctor_page() -> str:
+    """Return the text of docs/doctor.md."""
+    rows = (
+        f"| {check.name} | {_escaped(check.looks_at)} | {_escaped(check.remedy)} |"
+        for check in CHECKS
+    )
+    return "\n".join([*_DOCTOR_HEAD, *rows]) + "\n"
+
+
+_DOCTOR_HEAD = """\
+# kvshm doctor
+
+`make docs` writes this page from the checks themselves. Options and exit status:
+[kvshm doctor](commands/doctor.md).
+
+Each check prints one line: `ok`, `warning` (engines serve, perhaps not as meant), `problem`
+(something does not work) or `not applicable` (there is nothing to check, for the reason given).
+Below a warning or a problem stands its remedy. Warnings leave the exit status 0. A check that fails
+itself, or has no answer within ten seconds, is a problem that `could not be checked`.
+
+What engine processes were started with is read from `/proc`, as far as their user is the one of
+this command: only `KVSHM_` variables and a short list of others. What runs as another user is not
+seen.
+
+`--bundle FILE` writes what a bug report needs: what the checks found, the reports of `kvshm status`
+and `kvshm dump`, versions, settings and limits. Block hashes, command lines, other variables, the
+names of users and of the machine, and home directories are left out or replaced. Look through the
+file before you send it.
+
+| check | looks at | remedy |
+|---|---|---|""".splitlines()
 
 
 def _index() -> Iterator[str]:

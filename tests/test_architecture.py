@@ -55,10 +55,7 @@ COMPUTES = {
 """Names by which a module is reached without an import: of Python, and of vLLM's import_utils."""
 COMPUTES_BY_DESIGN = {
     "kvshm/interfaces.py": {"importlib.metadata.entry_points", "entry_points"},  # of transports
-    "tools/doctor/bundle.py": {
-        "importlib.metadata.PackageNotFoundError",
-        "importlib.metadata.version",
-    },  # names installed versions, and imports nothing
+    "tools/doctor/bundle.py": {"importlib.metadata"},  # versions of installed packages
     "hooks/vllm/identity.py": {"modules"},  # to read a model's source
     "hooks/transformers/parts.py": {"modules"},  # to find functions that were replaced
 }

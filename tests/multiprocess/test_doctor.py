@@ -1,15 +1,16 @@
-"""``kvshm doctor`` beside real processes: engines, environments, other users, small mounts."""
+"""``kvshm doctor`` on real nodes: a healthy one, and processes and mounts that are made wrong."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -19,99 +20,154 @@ from .sandbox import fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
 
-SLEEPS = "import signal; print('up', flush=True); signal.pause()"
+SLEEPS = "import sys; print('open', flush=True); sys.stdin.read()"
 
 
-def doctor(node: Node, within: tuple[str, ...] = ()) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    """Its exit status, and its findings by check."""
+def doctor(
+    node: Node, *options: str, around: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
     place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
-    command = [*within, sys.executable, "-m", "kvshm.tools.cli", "doctor", "--json", *place]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for finding in json.loads(done.stdout):
-        found.setdefault(finding["check"], []).append(finding)
-    return done.returncode, found
+    command = [*around, sys.executable, "-m", "kvshm.tools.cli", "doctor", *place, *options]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ})
 
 
-@contextmanager
-def of_vllm(node: Node, **environ: str) -> Iterator[Managed]:
-    """A process that looks like one of vLLM, with these variables."""
-    clean = {name: "" for name in os.environ if name.startswith("KVSHM_")}
-    settings = {"KVSHM_ENABLE": "1", "KVSHM_RUN_DIR": str(node.run_dir), **environ}
-    settings = {"KVSHM_NAMESPACE": node.namespace} | settings
-    argv = (sys.executable, "-c", SLEEPS, "vllm.entrypoints.openai.api_server")
-    process = node.processes.start("vllm", *argv, environ=clean | settings)
-    process.wait_out(lambda line: line == "up")
-    yield process
-    process.kill()
+def results(node: Node, around: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """Result and text of each check."""
+    told = json.loads(doctor(node, "--json", around=around).stdout)
+    return {check["check"]: (check["result"], check["found"]) for check in told["checks"]}
 
 
-def about(findings: list[dict[str, Any]], pid: int) -> list[tuple[str, str]]:
-    """What is said of a process: result and text."""
-    return [(f["result"], f["text"]) for f in findings if f"process {pid}" in f["text"]]
+def process(node: Node, **environ: str) -> Managed:
+    """One that was started as an engine is, with this in its environment, and waits."""
+    place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
+    started = node.processes.start(
+        "sleeps", sys.executable, "-c", SLEEPS, environ={"KVSHM_ENABLE": "1", **place, **environ}
+    )
+    started.wait_out(lambda line: line == "open")
+    return started
 
 
-def test_a_node_in_order_has_no_problem_and_a_stopped_coordinator_is_one(node: Node) -> None:
-    coordinator = node.coordinator()
-    engines = [toys.start(node, seed) for seed in (1, 2)]
-    for engine in engines:
+def test_on_a_healthy_node_nothing_is_a_problem(node: Node) -> None:
+    node.coordinator()
+    started = [toys.start(node, seed, "--loads", "1", KVSHM_ENABLE="1") for seed in (1, 2)]
+    for engine in started:
         toys.result(engine)
-    with of_vllm(node):
-        status, found = doctor(node)
-    problems = [f for each in found.values() for f in each if f["result"] == "problem"]
-    assert (status, problems) == (0, [])
-    assert {f["result"] for f in found["copy paths"]} == {"ok"}
-    assert all(" by shm" in f["text"] for f in found["copy paths"])
-    assert [f["result"] for f in found["engines"]] == ["ok", "ok"]
+    done = doctor(node, "--json")
+    told = json.loads(done.stdout)
+    wrong = [check for check in told["checks"] if check["result"] == "problem"]
+    assert (wrong, done.returncode, done.stderr) == ([], 0, "")
+    found = {check["check"]: check["result"] for check in told["checks"]}
+    looked = ("coordinator", "engines", "copy paths", "settings", "hash seeds", "versions")
+    assert {found[name] for name in looked} == {"ok"}
+    started[0].signal(signal.SIGSTOP)
+    wait_until(lambda: started[0].is_stopped, "it stops")
+    result, told = results(node)["engines"]
+    assert (result, "it does not answer: stopped" in told) == ("problem", True)
+    started[0].kill()
+
+
+def test_a_stopped_coordinator_is_a_problem(node: Node) -> None:
+    coordinator = node.coordinator()
+    assert results(node)["coordinator"] == ("ok", "it answers")
     coordinator.signal(signal.SIGSTOP)
-
-    def told() -> bool:
-        status, found = doctor(node)
-        return status == 1 and "stalled" in found["coordinator"][0]["text"]
-
-    wait_until(told, "nobody goes round")
+    wait_until(lambda: coordinator.is_stopped, "it stops")
+    result, told = results(node)["coordinator"]
+    assert (result, "coordinator stalled: it does not answer" in told) == ("problem", True)
 
 
-@pytest.mark.parametrize(
-    ("check", "environ", "result", "text"),
-    [
-        ("settings", {"KVSHM_ROLE": "reader"}, "problem", "is not both, producer or consumer"),
-        ("settings", {"KVSHM_ROL": "both"}, "warning", "did you mean KVSHM_ROLE"),
-        ("settings", {"VLLM_PLUGINS": "other"}, "warning", "leaves kvshm out"),
-        ("elsewhere", {"KVSHM_RUN_DIR": "/run/other"}, "warning", "another run directory"),
-        ("elsewhere", {"KVSHM_NAMESPACE": "other"}, "warning", "another namespace: other"),
-        (
-            "allocator",
-            {"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments:True"},
-            "problem",
-            "expandable segments",
-        ),
-        ("front end", {"VLLM_USE_RUST_FRONTEND": "1"}, "warning", "drops kvshm's metrics"),
-    ],
-)
-def test_what_is_wrong_in_an_environment_is_named_with_its_process(
-    node: Node, check: str, environ: dict[str, str], result: str, text: str
-) -> None:
-    with of_vllm(node, **environ) as process:
-        _, found = doctor(node)
-    ((said, told),) = about(found[check], process.pid)
-    assert (said, text in told) == (result, True)
-
-
-def test_engines_of_other_users_are_named(node: Node) -> None:
-    if os.geteuid():
-        pytest.skip("only root starts processes of other users")
-    argv = ("setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", SLEEPS, "vllm")
-    process = node.processes.start("other", *argv)
-    process.wait_out(lambda line: line == "up")
-    _, found = doctor(node)
-    ((said, told),) = [(f["result"], f["text"]) for f in found["users"]]
-    assert (said, told.startswith("uid 65534 runs vLLM")) == ("warning", True)
+def test_what_engine_processes_were_started_with_is_judged(node: Node) -> None:
+    """Each is named by its pid, and nothing else of its environment is printed."""
+    node.run_dir.chmod(0o700)
+    well = results(node)
+    names = ("settings", "likely mistakes", "hash seeds", "allocator", "front end")
+    assert {well[name][0] for name in names} == {"not applicable"}
+    plain = process(node)
+    assert {results(node)[name][0] for name in names} == {"ok"}
+    wrong = process(
+        node,
+        KVSHM_ROL="consumer",
+        KVSHM_ROLE="reader",
+        PYTHONHASHSEED="7",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+        VLLM_USE_RUST_FRONTEND="1",
+        PASSWORD="hunter2",
+    )
+    mistyped = process(node, KVSHM_ROL="consumer", VLLM_PLUGINS="other", PYTHONHASHSEED="7")
+    elsewhere = process(node, KVSHM_RUN_DIR="/nowhere", PYTORCH_ALLOC_CONF="never")
+    other = process(node, KVSHM_NAMESPACE="other")
+    done = doctor(node)
+    assert (done.returncode, "hunter2" in done.stdout) == (1, False)
+    found = results(node)
+    assert found["settings"][0] == "problem"
+    assert "KVSHM_ROLE='reader' is not both, producer or consumer" in found["settings"][1]
+    assert f"(process {wrong.pid})" in found["settings"][1]
+    assert found["likely mistakes"][0] == "warning"
+    assert "KVSHM_ROL is not a setting" in found["likely mistakes"][1]
+    assert "VLLM_PLUGINS='other' leaves kvshm out" in found["likely mistakes"][1]
+    seeds = found["hash seeds"][1]
+    assert f"unset in {plain.pid}" in seeds
+    assert f"7 in {wrong.pid}, {mistyped.pid}" in seeds
+    assert found["hash seeds"][0] == "problem"
+    assert found["allocator"][0] == "problem"
+    assert f"(process {wrong.pid})" in found["allocator"][1]
+    assert found["front end"][0] == "warning"
+    assert found["engines elsewhere"][0] == "warning"
+    assert (
+        f"engine process {elsewhere.pid} uses run directory /nowhere"
+        in (found["engines elsewhere"][1])
+    )
+    assert f"engine process {other.pid} uses namespace other" in found["engines elsewhere"][1]
 
 
 def test_a_small_dev_shm_is_a_problem(node: Node) -> None:
-    within = fresh_tmpfs(("/dev/shm", "8m"))
-    skip_unless_permitted([within])
-    status, found = doctor(node, within)
-    ((said, told),) = [(f["result"], f["text"]) for f in found["shared memory"]]
-    assert (status, said, told) == (1, "problem", "/dev/shm has 8 of 8 MiB free")
+    small = fresh_tmpfs(("/dev/shm", "64m"))
+    skip_unless_permitted([small])
+    result, told = results(node, small)["shared memory"]
+    assert (result, told) == (
+        "problem",
+        "64 MiB of /dev/shm are free; vLLM needs 160 for each engine to start",
+    )
+
+
+SECRETS = {
+    "HOME": "/srv/homes/secretuser",
+    "USER": "secretuser",
+    "PASSWORD": "hunter2",
+    "HF_TOKEN": "hf_hunter2",
+    "KVSHM_PASSWORD": "hunter2",
+    "KVSHM_LOG_FILE": "/srv/homes/secretuser/log",
+}
+
+
+def test_a_bundle_has_what_a_report_needs_and_no_secrets(node: Node, tmp_path: Path) -> None:
+    node.coordinator()
+    model = "/srv/homes/secretuser/model"
+    toy = toys.start(node, 1, "--model", model, "--peers", "0", "--imported", "0", "--loads", "0")
+    table = toys.table_of(node, toy)
+    toys.result(toy)
+    process(node, **SECRETS)
+    file = tmp_path / "b.tar.gz"
+    done = doctor(node, "--bundle", str(file), **SECRETS)
+    assert (file.stat().st_mode & 0o777, "wrote" in done.stderr) == (0o600, True)
+    with tarfile.open(file) as archive:
+        texts = {e.name: archive.extractfile(e).read().decode() for e in archive.getmembers()}
+        owners = {(e.uid, e.uname) for e in archive.getmembers()}
+    names = ("doctor", "status", "dump", "versions", "settings", "engines", "machine")
+    assert sorted(texts) == sorted(f"kvshm-doctor/{name}.json" for name in names)
+    assert owners == {(0, "")}
+    every = "\n".join(texts.values())
+    for secret in ("hunter2", "secretuser", "/srv/homes", socket.gethostname(), "toy_engine.py"):
+        assert secret not in every, secret
+    hashes = [
+        slot.block_hash.hex()
+        for slot in map(table.slot, range(table.num_blocks))
+        if any(slot.block_hash)
+    ]
+    assert hashes
+    assert not [h for h in hashes if h[:16] in every]
+    table.close()
+    engine = json.loads(texts["kvshm-doctor/dump.json"])["namespaces"][0]["engines"][0]
+    assert (engine["pid"], engine["num_blocks"]) == (toy.pid, 24)
+    assert json.loads(texts["kvshm-doctor/settings.json"])["KVSHM_LOG_FILE"] == "~/log"
+    again = doctor(node, "--bundle", str(file))
+    assert (again.returncode, "File exists" in again.stderr) == (2, True)

@@ -1,14 +1,12 @@
-"""The doctor's checks, each made to fail; those of real processes: tests/multiprocess."""
+"""The checks of ``kvshm doctor``, each made to fail: with served tables, real files and limits."""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import socket
-import tarfile
-import tempfile
-from collections.abc import Iterator
+import resource
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,292 +14,279 @@ import pytest
 
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.declined import declined_now, forget_declined, record_declined
-from kvshm._ground.ids import BlockId, Epoch, Generation, LeaseBit
-from kvshm._shm.layout import VERSION_OFFSET, BlockRecord, pack_records
-from kvshm.tools import cli
-from kvshm.tools.doctor import command, machine
-from kvshm.tools.doctor.facts import Facts
-from kvshm.tools.doctor.findings import Check, Result
-from kvshm.tools.node.reading import NodeReading
+from kvshm._ground.ids import Epoch
+from kvshm._shm.traffic import Traffic
+from kvshm.tools.doctor import devices, engines, machine, place
+from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
+from kvshm.tools.doctor.evidence import Evidence, gather
+from kvshm.tools.doctor.processes import Process, Processes
+from kvshm.tools.node.reading import PeerReading
 
-from .dumps import hash_of, silent_engine
-from .served import ServedNode, set_life
+from .dumps import DEAD_PID, coordinator_of, dies, silent_engine
+from .served import Served, ServedNode
 
-CHECKS = {check.name: check for check in command.CHECKS}
-
-
-def look(facts: Facts, check: str) -> list[tuple[Result, str]]:
-    found = CHECKS[check].findings(facts)
-    for finding in found:
-        wrong = finding.result in (Result.WARNING, Result.PROBLEM)
-        assert bool(finding.remedy) is wrong, finding
-    return [(finding.result, finding.text) for finding in found]
-
-
-def results(facts: Facts, check: str) -> list[Result]:
-    return [result for result, _ in look(facts, check)]
+GIB = 1 << 30
 
 
 @pytest.fixture
-def facts(served: ServedNode) -> Facts:
-    return Facts(served.run_dir, served.namespace, os.environ)
+def two(served: ServedNode) -> tuple[Served, Served]:
+    return served.serve("a", 1, pid=11), served.serve("b", 2, pid=12)
 
 
-@pytest.fixture
-def rooted() -> Iterator[Facts]:
-    """A machine whose files a test makes."""
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        root = Path(directory)
-        (root / "proc").mkdir()
-        yield Facts(root / "run", None, {"PATH": directory}, root)
+def look(served: ServedNode) -> Evidence:
+    served.run_dir.chmod(0o700)
+    return replace(gather(served.run_dir, served.namespace), processes=Processes((), 0))
+
+
+def with_engines(seen: Evidence, **changed: dict[str, object]) -> Evidence:
+    """The same with changed engines, by name."""
+    (space,) = seen.reading.namespaces
+    found = tuple(replace(e, **changed.get(e.name, {})) for e in space.engines)
+    spaces = (replace(space, engines=found),)
+    return replace(seen, reading=replace(seen.reading, namespaces=spaces))
+
+
+def copied(peer: int, path: CopyPath, gib_per_second: float) -> Traffic:
+    took = round(1e9 / gib_per_second)
+    return Traffic("x", peer, path, 10, 0, 100, GIB, GIB, took, 1)
+
+
+# -- running checks
+
+
+def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_run_on(
+    served: ServedNode,
+) -> None:
+    gate = threading.Event()
+
+    def raises(_: Evidence) -> Finding:
+        raise ZeroDivisionError("by 0\nand more")
+
+    def hangs(_: Evidence) -> Finding:
+        gate.wait()
+        return ok("late")
+
+    checks = [Check(f.__name__, "", "", f) for f in (raises, hangs, lambda _: ok("fine"))]
+    found = [finding for _, finding in run_checks(checks, look(served), patience=0.1)]
+    gate.set()
+    assert found == [
+        (Result.PROBLEM, "could not be checked: ZeroDivisionError: by 0"),
+        (Result.PROBLEM, "could not be checked: no answer within 0.1 s"),
+        (Result.OK, "fine"),
+    ]
 
 
 # -- the machine
 
 
-def test_a_run_directory_of_another_mode_or_on_a_network_is_a_problem(rooted: Facts) -> None:
-    (absent,) = look(rooted, "run directory")
-    assert absent[0] is Result.NOT_APPLICABLE
-    rooted.run_dir.mkdir()
-    rooted.run_dir.chmod(0o755)
-    ((result, text),) = look(rooted, "run directory")
-    assert (result, "wanted 0700" in text) == (Result.PROBLEM, True)
-    rooted.run_dir.chmod(0o700)
-    mounts = rooted.root / "proc/self/mountinfo"
-    mounts.parent.mkdir()
-    for kind, wanted in (("nfs4", Result.PROBLEM), ("tmpfs", Result.OK)):
-        place = str(rooted.run_dir.resolve()).replace(" ", "\\040")
-        mounts.write_text(
-            f"1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:5 / {place} rw - {kind} x rw\n"
-        )
-        ((result, text),) = look(rooted, "run directory")
-        assert (result, kind in text) == (wanted, True)
+def test_descriptors_of_this_shell_are_counted(served: ServedNode) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+    try:
+        found = machine.descriptors(look(served))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.result is Result.WARNING
+    assert found.text.startswith("1000 file descriptors")
 
 
-@pytest.mark.parametrize(
-    ("conf", "wanted"),
-    [("", Result.WARNING), ("RemoveIPC=yes\n", Result.WARNING), (" RemoveIPC = no\n", Result.OK)],
-)
-def test_ipc_that_systemd_removes_is_told(
-    rooted: Facts, monkeypatch: pytest.MonkeyPatch, conf: str, wanted: Result
+def test_little_memory_is_a_problem(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 100 << 20)
+    assert machine.memory(look(served)).result is Result.PROBLEM
+
+
+def test_memory_files_that_cannot_be_made_are_a_problem(served: ServedNode) -> None:
+    """In a process that may open no file more."""
+    program = (
+        "import resource\n"
+        "from kvshm.tools.doctor import checks, machine\n"
+        "limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit))\n"
+        "check = checks.Check('', '', '', machine.sealed_memory)\n"
+        "print(checks.run_checks([check], None)[0][1].text)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "could not be checked: OSError: [Errno 24] Too many open files\n"
+    assert machine.sealed_memory(look(served)).result is Result.OK
+
+
+def test_the_last_remove_ipc_counts(
+    served: ServedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert results(rooted, "RemoveIPC") == [Result.NOT_APPLICABLE]
-    (rooted.root / "run/systemd/system").mkdir(parents=True)
-    (rooted.root / "etc/systemd").mkdir(parents=True)
-    (rooted.root / "etc/systemd/logind.conf").write_text(f"[Login]\n#RemoveIPC=no\n{conf}")
-    monkeypatch.setattr(machine, "REGULAR_UID", 0)
-    assert results(rooted, "RemoveIPC") == [wanted]
-    monkeypatch.setattr(machine, "REGULAR_UID", 1 << 31)
-    assert results(rooted, "RemoveIPC") == [Result.OK]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    main, more = tmp_path / "logind.conf", tmp_path / "logind.conf.d"
+    seen = replace(look(served), logind=(main, more))
+    assert machine.remove_ipc(seen).result is Result.NOT_APPLICABLE
+    main.write_text("[Login]\n#RemoveIPC=no\n")
+    assert machine.remove_ipc(seen).result is Result.WARNING
+    more.mkdir()
+    (more / "a.conf").write_text("RemoveIPC=yes\n")
+    (more / "b.conf").write_text("RemoveIPC=no\n")
+    assert machine.remove_ipc(seen) == (Result.OK, "RemoveIPC=no")
 
 
-def test_partitioned_gpus_and_a_driver_that_fails_are_told(rooted: Facts) -> None:
-    assert results(rooted, "MIG and MPS") == [Result.NOT_APPLICABLE]
-    smi = rooted.root / "nvidia-smi"
-    listed = "GPU 0: H100 (UUID: GPU-1)\\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\\n"
-    for script, wanted in (
-        (f"printf '{listed}'", Result.WARNING),
-        ("echo 'GPU 0: H100 (UUID: GPU-1)'", Result.OK),
-        ("exit 9", Result.PROBLEM),
-    ):
-        smi.write_text(f"#!/bin/sh\n{script}\n")
-        smi.chmod(0o755)
-        assert results(rooted, "MIG and MPS") == [wanted]
+def test_divided_gpus_and_gpus_for_one_process_are_told(served: ServedNode) -> None:
+    seen = look(served)
+    assert devices.mig(replace(seen, gpus=None)).result is Result.NOT_APPLICABLE
+    good = replace(seen, gpus="0, H100, Disabled, Default\n1, H100, Disabled, Default")
+    assert {devices.mig(good).result, devices.mps(good).result} == {Result.OK}
+    bad = replace(seen, gpus="0, H100, Disabled, Default\n1, H100, Enabled, Exclusive_Process")
+    assert devices.mig(bad).text.startswith("GPU 1 is divided (MIG)")
+    assert devices.mps(bad) == (
+        Result.WARNING,
+        "GPU 1 admits one process (compute mode Exclusive_Process)",
+    )
+    place_of = {"KVSHM_RUN_DIR": str(served.run_dir), "KVSHM_NAMESPACE": served.namespace}
+    found = tuple(
+        Process(pid, place_of | more, Path("/"))
+        for pid, more in ((1, {}), (2, {"CUDA_MPS_PIPE_DIRECTORY": "/m"}))
+    )
+    differ = devices.mps(replace(good, processes=Processes(found, 0)))
+    assert differ == (
+        Result.WARNING,
+        "CUDA_MPS_PIPE_DIRECTORY differs: process 1: unset; process 2: /m",
+    )
 
 
-def test_little_memory_and_few_descriptors_are_told(
-    rooted: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (rooted.root / "proc/meminfo").write_text("MemAvailable:       1024 kB\n")
-    assert results(rooted, "memory") == [Result.WARNING]
-    monkeypatch.setattr(machine, "DESCRIPTORS", 1 << 40)
-    assert results(rooted, "open files") == [Result.WARNING]
+# -- the place
 
 
-def test_memory_that_cannot_be_sealed_is_a_problem(
-    rooted: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert results(rooted, "sealed memory") == [Result.OK]
-    monkeypatch.setattr(fcntl, "fcntl", lambda *_: 0)
-    assert results(rooted, "sealed memory") == [Result.PROBLEM]
+def test_a_run_directory_that_others_may_enter_is_a_problem(served: ServedNode) -> None:
+    served.serve("a", 1)
+    served.run_dir.chmod(0o755)
+    seen = gather(served.run_dir, None)
+    assert place.run_directory(seen).result is Result.PROBLEM
+    assert "has mode 0755, wanted 0700" in place.run_directory(seen).text
+    assert not [*seen.reading.engines], "it is not trusted"
+    served.run_dir.chmod(0o700)
+    assert place.run_directory(gather(served.run_dir, None)).result is Result.OK
+    missing = gather(served.run_dir / "none", None)
+    assert place.run_directory(missing).result is Result.WARNING
+
+
+def test_a_network_file_system_is_a_problem(served: ServedNode, tmp_path: Path) -> None:
+    device = os.stat(served.run_dir).st_dev
+    (tmp_path / "self").mkdir()
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / /x rw - nfs4 server:/x rw\n"
+    (tmp_path / "self/mountinfo").write_text(line)
+    found = place.run_file_system(replace(look(served), proc=tmp_path))
+    assert (found.result, "(nfs4)" in found.text) == (Result.PROBLEM, True)
+
+
+def test_run_directories_of_other_users_are_told(served: ServedNode, tmp_path: Path) -> None:
+    (tmp_path / "kvshm-7").mkdir()
+    seen = replace(look(served), tmp=tmp_path, processes=Processes((), 3))
+    assert place.users(seen).result is Result.OK
+    assert "3 processes could not be looked at" in place.users(seen).text
+    os.chown(tmp_path / "kvshm-7", 7, 7)
+    assert place.users(seen).result is Result.WARNING
+    assert place.users(seen).text.startswith(f"{tmp_path}/kvshm-7 belongs to uid 7")
+
+
+def test_an_engine_that_declines_is_a_problem_unless_it_was_told_to(served: ServedNode) -> None:
+    assert engines.declined(look(served)).result is Result.OK
+    for on_purpose, wanted in ((True, Result.OK), (False, Result.PROBLEM)):
+        told = declined_now("e", "m", "dtype fp9 cannot be shared", on_purpose=on_purpose)
+        record_declined(str(served.run_dir), served.namespace, told)
+        found = engines.declined(look(served))
+        assert found == (wanted, f"e (pid {os.getpid()}): dtype fp9 cannot be shared")
+    forget_declined("e")
+
+
+def test_files_of_dead_processes_are_told(served: ServedNode) -> None:
+    engine = served.serve("a", 1)
+    assert place.leftovers(look(served)).result is Result.OK
+    engine.crash()
+    found = place.leftovers(look(served))
+    assert found.result is Result.WARNING
+    assert found.text.startswith("1 left by dead processes, for example ")
 
 
 # -- engines
 
 
-def test_nothing_is_wrong_with_a_node_in_order(served: ServedNode, facts: Facts) -> None:
-    for name, epoch in ("a", 1), ("b", 2):
-        table = served.serve(name, epoch).table
-        set_life(table)
-        served.enlist(table)
-        table.coordinator_went_round()
-        table.beat()
-    found = [finding for check in command.CHECKS for finding in check.findings(facts)]
-    assert not [f for f in found if f.result is Result.PROBLEM], found
-
-
-def test_no_coordinator_is_a_problem_with_the_command_that_starts_one(
-    served: ServedNode, facts: Facts
-) -> None:
-    served.serve("a", 1)
-    (finding,) = CHECKS["coordinator"].findings(facts)
-    start = f"kvshm-coordinator --run-dir {served.run_dir} --namespace {served.namespace}"
-    assert (finding.result, finding.remedy.endswith(start)) == (Result.PROBLEM, True)
-
-
-def test_an_engine_that_does_not_answer_is_a_problem(served: ServedNode, facts: Facts) -> None:
-    with silent_engine(served, 1):
-        assert results(facts, "engines") == [Result.PROBLEM]
-
-
-def test_an_engine_of_another_layout_is_a_problem(served: ServedNode, facts: Facts) -> None:
-    table = served.serve("a", 1).table
-    table._segment.buffer[VERSION_OFFSET] += 1
-    ((result, text),) = look(facts, "versions")
-    assert (result, "layout" in text) == (Result.PROBLEM, True)
-
-
-def test_engines_that_declined_are_problems_unless_a_setting_says_so(
-    served: ServedNode, facts: Facts
-) -> None:
-    for name, purpose in ("e", False), ("f", True):
-        told = declined_now(name, "m", "no blocks", on_purpose=purpose)
-        record_declined(str(served.run_dir), served.namespace, told)
-    assert sorted(look(facts, "declined")) == [
-        (Result.OK, "f shares nothing: no blocks"),
-        (Result.PROBLEM, "e shares nothing: no blocks"),
-    ]
-    for name in ("e", "f"):
-        forget_declined(name)
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted"), [("m", Result.PROBLEM), ("another", Result.OK)], ids=["one", "another"]
-)
-def test_engines_of_one_model_that_differ_are_a_problem_with_the_field(
-    served: ServedNode, facts: Facts, model: str, wanted: Result
-) -> None:
-    a = served.serve("a", 1, model="m").table
-    served.serve("b", 2, model=model, fingerprint=bytes(31) + b"x")
-    a.log_error("cannot share with b: kv_dtype is fp8 here, auto there")
-    a.log_error("cannot share with gone: kv_dtype is fp8 here, auto there")
-    ((result, text),) = look(facts, "fingerprints")
-    assert (result, "kv_dtype is fp8 here" in text) == (wanted, True)
-    assert results(facts, "hash seeds") == [Result.OK]
-
-
-def test_another_hash_seed_is_a_problem(served: ServedNode, facts: Facts) -> None:
-    served.serve("a", 1).table.log_error("cannot share with b: none_hash is 00 here, 01 there")
-    assert results(facts, "hash seeds") == [Result.PROBLEM]
-
-
-def test_files_that_nobody_clears_up_are_told(served: ServedNode, facts: Facts) -> None:
-    served.serve("a", 1).crash()
-    assert results(facts, "leftovers") == [Result.WARNING]
-
-
-def test_an_index_that_lags_is_told(served: ServedNode, facts: Facts) -> None:
-    exporter, importer = served.serve("exporter", 1), served.serve("importer", 2)
-    importer.replica.add_row(Epoch(1), "exporter", 26, LeaseBit(0))
-    record = BlockRecord(hash_of("a"), BlockId(0), Generation(0), 0)
-    exporter.table.publish(pack_records([record]), bytes(8))
-    assert results(facts, "replica lag") == [Result.OK]
-    late = Facts(facts.run_dir, facts.namespace, {})
-    (space,) = late.reading.namespaces
-    slow = [
-        replace(e, peers=tuple(replace(peer, lag_seconds=60.0) for peer in e.peers))
-        for e in space.engines
-    ]
-    given(late, slow)
-    ((result, text),) = look(late, "replica lag")
-    assert (result, text) == (
+def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
+    two[0].table.log_error("cannot share with b: kv_dtype is fp8 here, auto there")
+    two[1].table.log_error("refused: upgrade kvshm in the engine's environment to 9")
+    seen = look(served)
+    assert engines.fingerprints(seen) == (
         Result.WARNING,
-        "importer lacks 1 blocks of exporter, the oldest for 60 s",
+        "a: cannot share with b: kv_dtype is fp8 here, auto there",
+    )
+    assert engines.versions(seen).result is Result.PROBLEM
+    assert engines.versions(seen).text.startswith("b: refused: upgrade kvshm in")
+
+
+def test_a_segment_that_cannot_be_read_is_a_problem(served: ServedNode) -> None:
+    with silent_engine(served, 5):
+        found = engines.versions(look(served))
+    assert found.result is Result.PROBLEM
+    assert found.text.startswith("engine of epoch 0000000000000005: ")
+
+
+def test_dead_engines_and_failed_hooks_are_problems(
+    served: ServedNode, two: tuple[Served, Served]
+) -> None:
+    dead = served.serve("c", 3, pid=DEAD_PID)
+    assert engines.hook_errors(look(served)).result is Result.OK
+    dies(dead.table)
+    seen = look(served)
+    assert "c: its process has ended" in engines.health(seen).text
+    counters = {**next(seen.reading.engines).counters, "hook_errors": 2}
+    failed = with_engines(seen, a={"counters": counters})
+    assert engines.hook_errors(failed) == (Result.PROBLEM, "a: 2")
+
+
+def test_a_missing_coordinator_is_a_problem(served: ServedNode, two: tuple[Served, Served]) -> None:
+    assert engines.coordinator(look(served)).result is Result.PROBLEM
+    with coordinator_of(served, two[0].table, two[1].table):
+        assert engines.coordinator(look(served)) == (Result.OK, "it answers")
+
+
+def test_a_replica_that_lags_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
+    seen = look(served)
+    late = PeerReading("b", Epoch(2), suspected=False, entries=1, lacking=7, lag_seconds=4.0)
+    found = engines.replica_lag(with_engines(seen, a={"peers": (late,)}))
+    assert found == (Result.WARNING, "a lacks 7 blocks of b, the oldest for 4.0 s")
+    assert engines.replica_lag(seen).result is Result.OK
+
+
+def test_equal_pids_are_told_and_other_namespaces_where_there_are_gpus(
+    served: ServedNode, two: tuple[Served, Served]
+) -> None:
+    seen = with_engines(look(served), a={"pid_here": 11}, b={"pid_here": 12})
+    assert engines.pid_namespaces(seen) == (Result.OK, "all engines are in this one")
+    apart = with_engines(seen, b={"pid_here": 0})
+    assert engines.pid_namespaces(replace(apart, gpus=None)).result is Result.OK
+    on_gpus = engines.pid_namespaces(replace(apart, gpus="0, H100, Disabled, Default"))
+    assert on_gpus == (Result.WARNING, "in another pid namespace: b")
+    equal = with_engines(seen, b={"pid": 11})
+    assert engines.pid_namespaces(replace(equal, gpus=None)) == (
+        Result.WARNING,
+        "a and b are both process 11 in their containers",
     )
 
 
-def given(facts: Facts, engines: list) -> None:
-    """Have the facts be of these engines."""
-    (space,) = facts.reading.namespaces
-    spaces = (replace(space, engines=tuple(engines)),)
-    facts.__dict__["reading"] = NodeReading(facts.reading.at_ns, spaces, facts.reading.real_ns)
-
-
-def test_engines_in_other_containers_and_equal_pids_are_told(
-    served: ServedNode, facts: Facts
-) -> None:
-    served.serve("a", 1, pid=7)
-    served.serve("b", 2, pid=7)
-    assert results(facts, "pid namespaces") == [Result.OK]
-    a, b = facts.reading.engines
-    given(facts, [replace(a, pid_here=100), replace(b, pid_here=0)])
-    assert look(facts, "pid namespaces") == [
-        (Result.WARNING, "in other pid namespaces: b"),
-        (Result.WARNING, "2 engines have pid 7 in their containers"),
-    ]
-
-
-def test_copies_through_host_memory_are_named_with_their_pair(
-    served: ServedNode, facts: Facts
-) -> None:
-    importer = served.serve("importer", 1).table
-    served.serve("exporter", 2)
-    assert results(facts, "copy paths") == [Result.NOT_APPLICABLE]
-    add = importer.traffic.add
-    add("exporter", Epoch(2), CopyPath.SHM, loads=1, nbytes=1 << 30, seconds=0.5)
-    add("exporter", Epoch(2), CopyPath.STAGED, loads=1, nbytes=1 << 30, seconds=5.0)
-    found = look(Facts(facts.run_dir, facts.namespace, {}), "copy paths")
-    assert [(result, text.partition(":")[0]) for result, text in found] == [
-        (Result.OK, "importer copies from exporter by shm at 2.1 GB/s"),
-        (Result.WARNING, "importer copies from exporter by staged at 0.21 GB/s"),
-    ]
-
-
-# -- the command
-
-
-def test_a_check_that_fails_is_a_problem_of_its_own(facts: Facts) -> None:
-    def breaks(_: Facts) -> Iterator:
-        raise ValueError("a bug")
-        yield
-
-    (finding,) = Check("broken", "nothing", breaks).findings(facts)
-    assert (finding.result, "ValueError: a bug" in finding.text) == (Result.PROBLEM, True)
-
-
-def test_the_bundle_holds_what_was_found_and_nothing_private(
+@pytest.mark.parametrize(
+    ("path", "speed", "result", "told"),
+    [
+        (CopyPath.NVLINK, 80, Result.OK, "a from b by nvlink at 86 GB/s"),
+        (CopyPath.NVLINK, 10, Result.WARNING, "a from b: nvlink at 11 GB/s, 10 times slower"),
+        (CopyPath.STAGED, 10, Result.WARNING, "a from b: staged: through host memory"),
+    ],
+)
+def test_a_slow_path_is_told_with_both_engines(
     served: ServedNode,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    two: tuple[Served, Served],
+    path: CopyPath,
+    speed: float,
+    result: Result,
+    told: str,
 ) -> None:
-    secret = "s3cret-7f1c"
-    monkeypatch.setenv("HOME", f"/home/{secret}")
-    monkeypatch.setenv("LOGNAME", f"user-{secret}")
-    monkeypatch.setenv("HF_TOKEN", secret)
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{secret}")
-    table = served.serve("a", 1, model=f"{tmp_path}/{secret}/tiny").table
-    table.log_error(f"cannot read /home/{secret}/x as user-{secret} on host-{secret}")
-    record = BlockRecord(hash_of("prompt"), BlockId(0), Generation(0), 0)
-    table.publish(pack_records([record]), bytes(8))
-    file = tmp_path / "report.tar.gz"
-    place = ["--run-dir", str(served.run_dir), "--namespace", served.namespace]
-    assert cli.main(["doctor", "--json", "--bundle", str(file), *place]) in (0, 1)
-    findings = json.loads(capsys.readouterr().out)
-    assert {finding["check"] for finding in findings} == {*CHECKS}
-    assert file.stat().st_mode & 0o777 == 0o600
-    with tarfile.open(file) as archive:
-        parts = {m.name: archive.extractfile(m).read().decode() for m in archive}
-    assert [*parts] == [
-        f"kvshm-doctor/{name}.json" for name in ("doctor", "status", "dump", "machine", "settings")
-    ]
-    whole = "\n".join(parts.values())
-    assert secret not in whole
-    assert hash_of("prompt").hex() not in whole
-    assert "failed" not in json.loads(parts["kvshm-doctor/dump.json"])
-    assert "cannot read ~/x as USER on HOST" in parts["kvshm-doctor/dump.json"]
-    assert '"model": "tiny"' in parts["kvshm-doctor/status.json"]
-    before = file.read_bytes()
-    assert cli.main(["doctor", "--bundle", str(file), *place]) == 2
-    assert file.read_bytes() == before
-    assert "it exists; name a new file" in capsys.readouterr().err
+    seen = look(served)
+    assert engines.copy_paths(seen).result is Result.NOT_APPLICABLE
+    traffic = {"a": (copied(2, path, speed),), "b": (copied(1, CopyPath.NVLINK, 100),)}
+    found = engines.copy_paths(
+        with_engines(seen, **{n: {"traffic": t} for n, t in traffic.items()})
+    )
+    assert (found.result, told in found.text) == (result, True), found.text

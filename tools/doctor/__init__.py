@@ -1,1 +1,1 @@
-"""``kvshm doctor``: checks of a machine and of the engines on it, each with a remedy."""
+"""``kvshm doctor``: checks of a node, each with its remedy, and what a bug report needs."""

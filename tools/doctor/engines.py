@@ -1,172 +1,151 @@
-"""Checks of the engines in the run directory, and of their coordinator."""
+"""Checks of engines and coordinators, from their shared memory alone."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from kvshm._node.incompatible import differing_field
-from kvshm._node.leftovers import left_by_engines
-from kvshm.version import __version__
 
 from ..node.health import Limits, State, judge, judge_coordinator
+from ..node.reading import EngineReading
 from ..top.copies import find_copies
 from ..top.rates import measure
-from .facts import Facts
-from .findings import Check, Told, absent, ok, problem, warning
+from .checks import Finding, judged, not_applicable, ok, problem, warning
+from .evidence import Evidence
 
-NO_ENGINE = "no engine is in the run directory"
-LAG_SECONDS = 5.0
-"""An engine hears of new blocks within a tenth of a second."""
-
-
-def _coordinator(facts: Facts) -> Iterator[Told]:
-    spaces = facts.reading.namespaces
-    if not spaces:
-        yield absent(NO_ENGINE)
-    for space in spaces:
-        state, reason = judge_coordinator(space, facts.reading.at_ns, Limits())
-        if state is State.HEALTHY:
-            yield ok(f"namespace {space.name}: it serves and goes round")
-        elif not space.coordinated:
-            start = f"kvshm-coordinator --run-dir {facts.run_dir} --namespace {space.name}"
-            yield problem(f"namespace {space.name}: {reason}", f"start one: {start}")
-        else:
-            yield problem(f"namespace {space.name}: {reason}", "look at its log, restart it")
+LIMITS = Limits()
+LAG_SECONDS = 1.0
+NO_ENGINE = "there is no engine"
 
 
-def _versions(facts: Facts) -> Iterator[Told]:
-    found = False
-    for space in facts.reading.namespaces:
-        for epoch, why in space.unreadable.items():
-            if "layout" in why or "version" in why.lower():
-                found = True
-                remedy = "upgrade whichever is older; this command is of kvshm " + __version__
-                yield problem(f"engine of epoch {epoch:016x}: {why}", remedy)
-    if not found:
-        yield ok(f"everything that could be read is of this kvshm's layout ({__version__})")
+def coordinator(seen: Evidence) -> Finding:
+    if not seen.reading.namespaces:
+        return not_applicable("there is no engine and no coordinator")
+    found = [
+        f"namespace {space.name}: {why}"
+        for space in seen.reading.namespaces
+        for state, why in [judge_coordinator(space, seen.reading.at_ns, LIMITS)]
+        if state is not State.HEALTHY
+    ]
+    return judged(found, "it answers", problem)
 
 
-def _engines(facts: Facts) -> Iterator[Told]:
-    reading = facts.reading
-    if not any(space.engines or space.unreadable for space in reading.namespaces):
-        yield absent(NO_ENGINE)
-    for space in reading.namespaces:
+def health(seen: Evidence) -> Finding:
+    """What ``kvshm status`` says."""
+    found = []
+    for space in seen.reading.namespaces:
         for engine in space.engines:
-            health = judge(engine, space, reading.at_ns, Limits())
-            text = f"{engine.label}: {'; '.join(health.reasons) or 'lives, ready, goes round'}"
-            if health.state is State.HEALTHY:
-                yield ok(text)
-            elif health.state is State.DOWN:
-                yield problem(text, "look at its log; restart it")
-            else:
-                yield warning(text, "look at its log")
-        for epoch, why in space.unreadable.items():
-            yield problem(f"engine of epoch {epoch:016x}: {why}", "look at that engine")
+            judgement = judge(engine, space, seen.reading.at_ns, LIMITS)
+            if judgement.state is not State.HEALTHY:
+                found.append(f"{engine.label}: {', '.join(judgement.reasons)}")
+    return _of_engines(seen, found, "all live, and their loops go round", problem)
 
 
-def _declined(facts: Facts) -> Iterator[Told]:
-    declined = [told for space in facts.reading.namespaces for told in space.declined]
-    for told in declined:
-        text = f"{told.engine} shares nothing: {told.reason}"
-        if told.on_purpose:
-            yield ok(text)
-        else:
-            yield problem(text, "docs/operations.md, Why an engine does not share")
-    if not declined:
-        yield ok("no engine has declined to share")
+def hook_errors(seen: Evidence) -> Finding:
+    found = (
+        f"{engine.label}: {engine.counters['hook_errors']}"
+        for engine in seen.reading.engines
+        if engine.counters["hook_errors"]
+    )
+    return _of_engines(seen, found, "no hook has failed", problem)
 
 
-def _fingerprints(facts: Facts) -> Iterator[Told]:
-    told = set[frozenset[str]]()
-    for space in facts.reading.namespaces:
+def versions(seen: Evidence) -> Finding:
+    """Segments of another layout or that make no sense, and refusals for another version."""
+    unreadable = [
+        f"engine of epoch {epoch:016x}: {why}"
+        for space in seen.reading.namespaces
+        for epoch, why in space.unreadable.items()
+    ]
+    logged = [*_logged(seen, lambda text: "upgrade kvshm" in text)]
+    if not seen.reading.namespaces:
+        return not_applicable(NO_ENGINE)
+    return judged(unreadable + logged, "every segment is of this version", problem)
+
+
+def fingerprints(seen: Evidence) -> Finding:
+    """Of engines of one model that are here now, each pair once.  Others are not meant to share."""
+    told: dict[frozenset[str], str] = {}
+    for space in seen.reading.namespaces:
         models = {engine.name: engine.model for engine in space.engines}
         for engine in space.engines:
             for error in engine.errors:
-                other, field = differing_field(error.text) or ("", "")
-                pair = frozenset((space.name, engine.name, other))
-                if other not in models or pair in told:
-                    continue  # another error, that engine has ended, or it has said so itself
-                told.add(pair)
-                text = f"{engine.label}: {error.text}"
-                if models[other] == engine.model:
-                    yield problem(text, f"make {field} equal: docs/fingerprint.md")
-                else:
-                    yield ok(f"{text} (another model)")
-    if not told:
-        yield ok("no two engines differ")
+                other, _ = differing_field(error.text) or ("", "")
+                if models.get(other) == engine.model:
+                    pair = frozenset((space.name, engine.name, other))
+                    told.setdefault(pair, f"{engine.label}: {error.text}")
+    good = "no engine differs from another one of its model"
+    return _of_engines(seen, list(told.values()), good, warning)
 
 
-def _leftovers(facts: Facts) -> Iterator[Told]:
-    spaces = [space for space in facts.reading.namespaces if facts.run_dir.is_dir()]
-    left = False
-    for space in spaces:
-        files = left_by_engines(facts.run_dir, space.name)
-        if files and not space.coordinated:
-            left = True
-            text = f"namespace {space.name}: {len(files)} files of processes that have ended"
-            yield warning(text, f"kvshm clean --namespace {space.name}, or start a coordinator")
-    if not left:
-        yield ok("no file of an ended process is left that nobody clears up")
+def declined(seen: Evidence) -> Finding:
+    every = [one for space in seen.reading.namespaces for one in space.declined]
+    if not every:
+        return ok("no engine has declined to share")
+    told = "; ".join(f"{one.engine} (pid {one.pid}): {one.reason}" for one in every)
+    return ok(told) if all(one.on_purpose for one in every) else problem(told)
 
 
-def _pids(facts: Facts) -> Iterator[Told]:
-    engines = list(facts.reading.engines)
-    hidden = [engine for engine in engines if engine.answers and not engine.pid_here]
-    if not engines:
-        yield absent(NO_ENGINE)
-    elif not hidden:
-        yield ok("all engines are in this command's pid namespace, or in one below it")
-    else:
-        names = ", ".join(engine.label for engine in hidden)
-        remedy = "on CPUs nothing; CUDA's IPC handles want one pid namespace (--pid=host)"
-        yield warning(f"in other pid namespaces: {names}", remedy)
-    for pid, times in Counter(engine.pid for engine in engines if engine.answers).items():
-        if times > 1 and len({e.pid_here for e in engines if e.pid == pid}) > 1:
-            remedy = "on CPUs nothing; CUDA takes two processes of one pid for one (--pid=host)"
-            yield warning(f"{times} engines have pid {pid} in their containers", remedy)
+def replica_lag(seen: Evidence) -> Finding:
+    found = (
+        f"{engine.label} lacks {peer.lacking} blocks of {peer.name}, the oldest for "
+        f"{peer.lag_seconds:.1f} s"
+        for engine in seen.reading.engines
+        for peer in engine.peers
+        if (peer.lag_seconds or 0.0) > LAG_SECONDS and not peer.suspected
+    )
+    return _of_engines(seen, found, f"every engine knows blocks within {LAG_SECONDS:g} s", warning)
 
 
-def _paths(facts: Facts) -> Iterator[Told]:
-    since_start = measure(None, facts.reading)
-    pairs = find_copies(facts.reading, since_start, since_start)
-    between = [pair for pair in pairs if pair.between_engines]
-    if not between:
-        yield absent("no engine has copied from another one yet")
-    for pair in between:
-        speed = f" at {pair.speed / 1e9:.2g} GB/s" if pair.speed else ""
-        who = f"{pair.importer} copies from {pair.exporter} by {pair.path}{speed}"
-        if pair.slow:
-            remedy = "run both on one GPU, or on GPUs that reach each other: docs/gpu.md"
-            yield warning(f"{who}: slow: {pair.slow}", remedy)
-        else:
-            yield ok(who)
+def pid_namespaces(seen: Evidence) -> Finding:
+    """CUDA takes two processes of equal pid for one process, and opens no handle between them."""
+    by_pid: dict[int, list[EngineReading]] = defaultdict(list)
+    for engine in seen.reading.engines:
+        if engine.is_readable:
+            by_pid[engine.pid].append(engine)
+    equal = [
+        f"{' and '.join(engine.label for engine in engines)} are both process {pid} in their "
+        "containers"
+        for pid, engines in by_pid.items()
+        if len({engine.pid_here or engine.epoch for engine in engines}) > 1
+    ]
+    apart = [e.label for e in seen.reading.engines if e.answers and e.pid_here != e.pid]
+    if apart and seen.gpus is not None:
+        equal.append(f"in another pid namespace: {', '.join(apart)}")
+    if equal:
+        return warning("; ".join(equal))
+    good = f"in another one, which is fine without GPUs: {', '.join(apart)}" if apart else ""
+    return _of_engines(seen, [], good or "all engines are in this one", warning)
 
 
-def _lag(facts: Facts) -> Iterator[Told]:
-    late = False
-    engines = list(facts.reading.engines)
-    for engine in engines:
-        for peer in engine.peers:
-            if (peer.lag_seconds or 0.0) > LAG_SECONDS:
-                late = True
-                text = f"{engine.label} lacks {peer.lacking} blocks of {peer.name}"
-                remedy = "start a coordinator if there is none; else look at this engine's log"
-                yield warning(f"{text}, the oldest for {peer.lag_seconds:.0f} s", remedy)
-    if not engines:
-        yield absent(NO_ENGINE)
-    elif not late:
-        yield ok("every index has what other engines have published")
+def copy_paths(seen: Evidence) -> Finding:
+    """Since the epochs began; ``kvshm top`` judges the last minute by the same rule."""
+    rates = measure(None, seen.reading)
+    pairs = [pair for pair in find_copies(seen.reading, rates, rates) if pair.between_engines]
+    if not pairs:
+        return not_applicable("no engine has copied from another one")
+    slow = [f"{p.importer} from {p.exporter}: {p.slow}" for p in pairs if p.slow]
+    if slow:
+        return warning("; ".join(slow))
+    told = (
+        f"{p.importer} from {p.exporter} by {p.path}"
+        + (f" at {p.speed / 1e9:.2g} GB/s" if p.speed else ", too little for a speed")
+        for p in pairs
+    )
+    return ok("; ".join(told))
 
 
-CHECKS = (
-    Check("coordinator", "whether it runs, answers and goes round", _coordinator),
-    Check("versions", "engines of another version of kvshm", _versions),
-    Check("engines", "whether each lives, is ready and goes round", _engines),
-    Check("declined", "engines that share nothing, and why", _declined),
-    Check("fingerprints", "engines that cannot share, and the field that differs", _fingerprints),
-    Check("leftovers", "files of ended processes that nobody clears up", _leftovers),
-    Check("pid namespaces", "engines in other containers, and equal pids in them", _pids),
-    Check("copy paths", "on which path each pair copies, how fast, and which are slow", _paths),
-    Check("replica lag", "blocks that an engine's index has lacked for long", _lag),
-)
+def _logged(seen: Evidence, wanted: Callable[[str], bool]) -> Iterator[str]:
+    for engine in seen.reading.engines:
+        for error in engine.errors:
+            if wanted(error.text):
+                yield f"{engine.label}: {error.text}"
+
+
+def _of_engines(
+    seen: Evidence, found: Iterator[str] | list[str], good: str, bad: Callable[[str], Finding]
+) -> Finding:
+    if not any(seen.reading.engines):
+        return not_applicable(NO_ENGINE)
+    return judged(found, good, bad)

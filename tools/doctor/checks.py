@@ -1,0 +1,90 @@
+"""What a check is, and how all of them are run: each in bounded time, and none silently skipped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from .evidence import Evidence
+
+PATIENCE_SECONDS = 10.0
+"""How long one check may take: a file system may hang."""
+
+
+class Result(StrEnum):
+    """What a check has found."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Engines share, but perhaps not as meant."""
+    PROBLEM = "problem"
+    """Something does not work."""
+    NOT_APPLICABLE = "not applicable"
+    """There is nothing to check, for the reason that is given."""
+
+
+class Finding(NamedTuple):
+    """The result of one check, and one line that says what was seen."""
+
+    result: Result
+    text: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.  ``look`` may raise: that is a problem, too."""
+
+    name: str
+    looks_at: str
+    remedy: str
+    """What to do if the result is a warning or a problem."""
+    look: Callable[[Evidence], Finding]
+
+
+def ok(text: str) -> Finding:
+    return Finding(Result.OK, text)
+
+
+def warning(text: str) -> Finding:
+    return Finding(Result.WARNING, text)
+
+
+def problem(text: str) -> Finding:
+    return Finding(Result.PROBLEM, text)
+
+
+def not_applicable(text: str) -> Finding:
+    return Finding(Result.NOT_APPLICABLE, text)
+
+
+def judged(found: Iterable[str], good: str, bad: Callable[[str], Finding] = problem) -> Finding:
+    """``bad`` with everything that was found, or ok if that is nothing."""
+    return bad(text) if (text := "; ".join(found)) else ok(good)
+
+
+def run_checks(
+    checks: Sequence[Check], evidence: Evidence, patience: float = PATIENCE_SECONDS
+) -> list[tuple[Check, Finding]]:
+    """Run every check, one after the other.  Never raises."""
+    return [(check, _run(check, evidence, patience)) for check in checks]
+
+
+def _run(check: Check, evidence: Evidence, patience: float) -> Finding:
+    """On a thread of its own, which is given up if the check hangs."""
+    found: list[Finding] = []
+
+    def look() -> None:
+        try:
+            found.append(check.look(evidence))
+        except Exception as exc:
+            said = f"{type(exc).__name__}: {exc}".splitlines()[0]
+            found.append(problem(f"could not be checked: {said}"))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(patience)
+    hangs = f"could not be checked: no answer within {patience:g} s"
+    return found[0] if found else problem(hangs)

@@ -1,0 +1,87 @@
+"""Checks of what engine processes were started with, as /proc shows it to their own user."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from kvshm.config import Config
+from kvshm.errors import ConfigError
+
+from .checks import Finding, judged, not_applicable, problem, warning
+from .evidence import Evidence
+from .place import using_this
+from .processes import ENABLED, Process
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+NOBODY = "no process with KVSHM_ENABLE=1 uses this run directory"
+
+
+def own_settings(seen: Evidence) -> Finding:
+    return _of_all(seen, _refused, "the settings of all engine processes can be used", problem)
+
+
+def _refused(process: Process) -> Iterator[str]:
+    try:
+        Config.from_env(process.environ)
+    except ConfigError as exc:
+        yield str(exc)
+
+
+def likely_mistakes(seen: Evidence) -> Finding:
+    return _of_all(seen, _warnings, "nothing in their environments does nothing", warning)
+
+
+def _warnings(process: Process) -> Iterator[str]:
+    try:
+        yield from Config.from_env(process.environ).warnings
+    except ConfigError:
+        return  # ``own_settings`` tells
+
+
+def hash_seeds(seen: Evidence) -> Finding:
+    """Without the variable vLLM's default hash begins with a fixed one."""
+    if not (here := using_this(seen)):
+        return not_applicable(NOBODY)
+    by_seed = defaultdict(list)
+    for process in here:
+        by_seed[process.environ.get("PYTHONHASHSEED")].append(str(process.pid))
+    told = [f"{seed or 'unset'} in {', '.join(pids)}" for seed, pids in by_seed.items()]
+    found = [f"PYTHONHASHSEED differs: {'; '.join(told)}"] if len(told) > 1 else []
+    return judged(found, f"PYTHONHASHSEED is {told[0]}", problem)
+
+
+def allocator(seen: Evidence) -> Finding:
+    return _of_all(seen, _unexportable, "no engine process asks for another allocator", problem)
+
+
+def _unexportable(process: Process) -> Iterator[str]:
+    for name in ALLOCATOR:
+        for kind in ("expandable_segments:True", "backend:cudaMallocAsync"):
+            if kind in process.environ.get(name, "").replace(" ", ""):
+                yield f"{name} has {kind}, whose memory cannot be exported as it is"
+
+
+def front_end(seen: Evidence) -> Finding:
+    return _of_all(seen, _rust, "no engine process asks for the Rust front end", warning)
+
+
+def _rust(process: Process) -> Iterator[str]:
+    if process.environ.get("VLLM_USE_RUST_FRONTEND", "").lower() in ENABLED:
+        yield "VLLM_USE_RUST_FRONTEND drops the metrics that a connector adds to vLLM's"
+
+
+def _of_all(
+    seen: Evidence,
+    tell: Callable[[Process], Iterator[str]],
+    good: str,
+    bad: Callable[[str], Finding],
+) -> Finding:
+    """Each thing that is told is said once, with the processes of which it is true."""
+    if not (here := using_this(seen)):
+        return not_applicable(NOBODY)
+    told = defaultdict(list)
+    for process in here:
+        for text in tell(process):
+            told[text].append(str(process.pid))
+    return judged((f"{text} (process {', '.join(who)})" for text, who in told.items()), good, bad)
