@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvshm._ground.declined import Declined
 from kvshm._ground.log import engine_name
@@ -86,22 +87,18 @@ def run(asked: argparse.Namespace) -> int:
 def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> NodeReading:
     """Return the part of a reading that is meant.  Raises ConfigError if no engine is called so;
     the message names those that there are."""
-    spaces = []
-    for space in reading.namespaces:
-        if engine is None and not here:
-            spaces.append(space)
-            continue
-        engines = [e for e in space.engines if not here or e.pid_here]
-        declined = () if here else space.declined  # a record does not say in which container
-        if engine is not None:
-            engines = [e for e in engines if e.is_meant(engine)]
-            declined = tuple(d for d in declined if engine in (d.engine, str(d.pid)))
-        if engines or declined:
-            spaces.append(space.with_only(engines, declined))
+    if engine is None and not here:
+        return reading
+
+    def is_meant(names: tuple[str, ...], is_here: bool) -> bool:
+        return (is_here or not here) and (engine is None or engine in names)
+
+    chosen = [space.only(is_meant) for space in reading.namespaces]
+    spaces = [s for s in chosen if s.engines or s.declined or s.ended or s.unreadable]
     if engine is not None and not spaces:
         names = ", ".join(_all_names(reading)) or "none"
         raise ConfigError(f"no engine is called {engine!r}; there are: {names}")
-    return NodeReading(reading.at_ns, tuple(spaces))
+    return replace(reading, namespaces=tuple(spaces))
 
 
 def _all_names(reading: NodeReading) -> Iterator[str]:

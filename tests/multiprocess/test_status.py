@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
+
+from kvshm._ground.rundir import list_sockets
+from kvshm.tools.node.whereabouts import pids_of
 
 from . import toys
 from .processes import Managed, Node, fresh_node, wait_until
@@ -109,12 +114,51 @@ def test_holders_of_stuck_leases_are_named_with_their_age(stalled: Stalled) -> N
     assert "no engine is called 'nobody'; there are: " in unknown.stderr
 
 
+@contextmanager
+def a_full_queue(node: Node, pid: int) -> Iterator[None]:
+    """As many connections as a stopped engine's sockets take, as many looks at it leave them."""
+    names = {found.path.name: found.path for found in list_sockets(node.run_dir, node.namespace)}
+    (path,) = [
+        names[name] for name, of in pids_of([*names]).items() if of == pid and "rank" not in name
+    ]
+    with ExitStack() as opened:
+        with suppress(BlockingIOError):
+            while True:
+                kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+                opened.enter_context(socket.socket(socket.AF_UNIX, kind)).connect(str(path))
+        yield
+
+
+def test_a_stopped_engine_without_a_coordinator_is_found_by_its_pid(node: Node) -> None:
+    engine = toys.start(
+        node, 1, "--requests", "0", "--loads", "0", "--imported", "0", "--peers", "0"
+    )
+    engine.wait_out(lambda line: line == "go")
+    engine.signal(signal.SIGSTOP)
+    wait_until(lambda: engine.is_stopped, "it stops")
+    for arguments, code in (
+        ("--here --probe serving", 1),
+        ("--here --probe live", 1),
+        ("--here", 3),
+        (f"--engine {engine.pid}", 3),
+        (f"--probe serving --engine {engine.pid}", 1),
+    ):
+        place = ("--run-dir", str(node.run_dir))
+        command = [sys.executable, "-m", "kvshm.tools.cli", "status", *arguments.split(), *place]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (arguments, done.returncode) == (arguments, code)
+        assert "no answer within" in done.stdout + done.stderr
+
+
 def test_a_stopped_engine_is_down_and_a_dead_one_has_ended(stalled: Stalled) -> None:
     stalled.stopped.signal(signal.SIGSTOP)
     wait_until(lambda: stalled.stopped.is_stopped, "it stops")
     code, told = stalled.probe("live", stalled.stopped)
     assert (code, "it does not answer: stopped" in told) == (1, True)
     assert stalled.kvshm("status", *SOON).returncode == 3
+    with a_full_queue(stalled.node, stalled.stopped.pid):
+        done = stalled.kvshm("status", "--here", "--probe", "serving", *SOON)
+        assert (done.returncode, f"pid {stalled.stopped.pid}" in done.stderr) == (1, True)
     stalled.stopped.kill()
     wait_until(lambda: stalled.stopped.pid not in stalled.reasons(), "the coordinator clears up")
     missing = stalled.kvshm("status", "--probe", "live", "--engine", str(stalled.stopped.pid))

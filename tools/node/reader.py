@@ -7,8 +7,6 @@ their owners replace when they grow, are asked for again from time to time.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,7 @@ from kvshm._ground.ids import Epoch
 from kvshm._ground.rundir import FoundFile, list_coordinators, list_sockets
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
-from kvshm._shm.fds import is_served, peer_credentials
+from kvshm._shm.fds import is_served
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import KvshmError, SegmentNotFound, TransportError
 
@@ -37,6 +35,7 @@ from .reading import (
     read_peer,
     read_table,
 )
+from .whereabouts import pids_of
 
 REPLICA_SECONDS = 10.0
 """How old the mapping of a replica may be: its owner may have made a larger one meanwhile."""
@@ -66,7 +65,7 @@ class _Mapped:
         """Of the last look at its replica; None: it has not been looked at."""
         self.ask_again = 0.0
         self.answers = False
-        self.pid_here = _pid_here(found.path)
+        self.pid_here = 0
         self.problem = ""
         self.gone_since: float | None = None
         """When its socket, or its process, was first seen to be gone."""
@@ -163,8 +162,11 @@ class NodeReader:
             lost = mapped.table is None and key not in present
             if lost or (gone and now - (mapped.gone_since or now) > ENDED_SECONDS):
                 self._mapped.pop(key).close()
-        for key in present.keys() - self._mapped.keys():
-            self._mapped[key] = _Mapped(present[key])
+        new = [_Mapped(present[key]) for key in present.keys() - self._mapped.keys()]
+        pids = pids_of({mapped.path.name for mapped in new})
+        for mapped in new:
+            mapped.pid_here = pids.get(mapped.path.name, 0)
+            self._mapped[mapped.namespace, mapped.epoch] = mapped
         list(self._pool.map(self._fetch, self._mapped.values()))
         return {name for name in coordinators if coordinator_runs(self._run_dir, name)}
 
@@ -242,6 +244,7 @@ class NodeReader:
             engines=tuple(_with_labels(present)),
             ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
             unreadable=unreadable,
+            pids_here={each.epoch: each.pid_here for each in mapped if each.pid_here},
         )
 
     def _ask_coordinator(
@@ -323,13 +326,3 @@ def _with_labels(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
     for engine in engines:
         unique = engine.name if times[engine.name] == 1 else f"{engine.name}-{engine.epoch:016x}"
         yield replace(engine, label=unique)
-
-
-def _pid_here(path: Path) -> int:
-    """The pid by which this process sees the one that serves a socket; 0 if it does not."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection:
-        try:
-            connection.connect(os.fspath(path))
-            return peer_credentials(connection).pid
-        except OSError:  # nobody serves it, or so many connect that it is not known
-            return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvshm._ground.declined import Declined
@@ -88,7 +88,7 @@ class EngineReading:
     joined: bool = False
     """Whether it is in the coordinator's roster, as far as that can be found out."""
     pid_here: int = 0
-    """As this process sees it; 0 if it does not, because the engine is in another container."""
+    """Its pid in this process's container; 0: the engine is in another one."""
     peers: tuple[PeerReading, ...] = ()
     """Empty if its replica cannot be read."""
     label: str = ""
@@ -134,15 +134,31 @@ class NamespaceReading:
     """Engines whose processes have ended, and of which a socket is left."""
     unreadable: Mapping[Epoch, str] = field(default_factory=dict)
     """Engines of which nothing can be shown, and why."""
+    pids_here: Mapping[Epoch, int] = field(default_factory=dict)
+    """The pids of engines in this process's container, also of those that cannot be read."""
     declined: tuple[Declined, ...] = ()
     """Engines that share nothing, as they say themselves."""
 
-    def with_only(
-        self, engines: Sequence[EngineReading], declined: Sequence[Declined]
-    ) -> NamespaceReading:
-        """The same with these of its engines and no others."""
-        chosen = {"engines": tuple(engines), "declined": tuple(declined)}
-        return replace(self, ended=(), unreadable={}, **chosen)  # type: ignore[arg-type]  # of both
+    def only(self, is_meant: Callable[[tuple[str, ...], bool], bool]) -> NamespaceReading:
+        """The same without engines that are not meant.  ``is_meant`` takes an engine's names, and
+        whether it is in this container."""
+        unreadable = {
+            epoch: why
+            for epoch, why in self.unreadable.items()
+            if is_meant(self._names(epoch), epoch in self.pids_here)
+        }
+        return replace(
+            self,
+            engines=tuple(e for e in self.engines if is_meant(e.names, bool(e.pid_here))),
+            declined=tuple(d for d in self.declined if is_meant((d.engine, str(d.pid)), False)),
+            ended=tuple(epoch for epoch in self.ended if is_meant(self._names(epoch), False)),
+            unreadable=unreadable,
+        )
+
+    def _names(self, epoch: Epoch) -> tuple[str, ...]:
+        """By what a user may call an engine whose table is not known."""
+        pid = self.pids_here.get(epoch)
+        return (*([str(pid)] if pid else []), f"{epoch:016x}", f"0x{epoch:016x}")
 
 
 @dataclass(frozen=True)

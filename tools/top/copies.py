@@ -14,7 +14,7 @@ start.  What waited for other copies has no time and does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvshm._ground.copy_path import CopyPath
@@ -38,7 +38,7 @@ class Copies:
     """Label of the engine that has the copies."""
     exporter: str
     """Label of the engine whose blocks they are; if that epoch has ended, the name by which the
-    importer knew it, and "(ended)"."""
+    importer knew it, and "(ended)", or "(unreadable)" if it has not ended."""
     importer_epoch: str
     exporter_epoch: str
     path: CopyPath
@@ -64,12 +64,19 @@ def find_copies(reading: NodeReading, last: Rates, minute: Rates) -> list[Copies
     """Return all pairs and paths on which anything was copied since the epochs began; of exporters
     that have ended only what was copied in the last minute."""
     labels = {(engine.namespace, engine.epoch): engine.label for engine in reading.engines}
-    found = [pair for engine in reading.engines for pair in _of(engine, labels, last, minute)]
+    found: list[Copies] = []
+    for space in reading.namespaces:
+        for engine in space.engines:
+            found += _of(engine, labels, last, minute, space.unreadable)
     return list(_judged(found))
 
 
 def _of(
-    engine: EngineReading, labels: Mapping[tuple[str, Epoch], str], last: Rates, minute: Rates
+    engine: EngineReading,
+    labels: Mapping[tuple[str, Epoch], str],
+    last: Rates,
+    minute: Rates,
+    unreadable: Collection[Epoch],
 ) -> Iterator[Copies]:
     in_last, in_minute = (
         {(row.peer_epoch, row.path): row for row in rates.of(engine).traffic}
@@ -84,7 +91,7 @@ def _of(
         yield Copies(
             namespace=engine.namespace,
             importer=engine.label,
-            exporter=label or f"{row.peer or f'{row.peer_epoch:016x}'} (ended)",
+            exporter=label or _unlabelled(row, unreadable),
             importer_epoch=f"{engine.epoch:016x}",
             exporter_epoch=f"{row.peer_epoch:016x}",
             path=row.path,
@@ -94,6 +101,11 @@ def _of(
             total_bytes=row.nbytes,
             speed=_speed(longer) if longer else None,
         )
+
+
+def _unlabelled(row: Traffic, unreadable: Collection[Epoch]) -> str:
+    known = row.peer or f"{row.peer_epoch:016x}"
+    return f"{known} ({'unreadable' if row.peer_epoch in unreadable else 'ended'})"
 
 
 def _speed(row: Traffic) -> float | None:

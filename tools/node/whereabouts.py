@@ -1,0 +1,52 @@
+"""Which process of this container serves a socket, found without connecting to it.
+
+A stopped process accepts no connection, so whoever connects again and again would fill its queue.
+The kernel lists the sockets of this network namespace with their paths, and /proc shows which
+process of this pid namespace has each open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+_LISTENING = 0x10000
+"""__SO_ACCEPTCON, a flag in /proc/net/unix."""
+
+
+def pids_of(names: Collection[str], proc: Path = PROC) -> dict[str, int]:
+    """Return, by the name of its socket's file, the pid of each process of this user that serves
+    one of these.  A name is unique: it has the epoch of an engine.  Missing: the process is in
+    another container, or has ended."""
+    if not names:
+        return {}
+    links = {f"socket:[{inode}]": name for inode, name in _listening(names, proc).items()}
+    found: dict[str, int] = {}
+    for folder in proc.iterdir() if links else ():
+        if folder.name.isdecimal() and len(found) < len(links):
+            found |= {links[link]: int(folder.name) for link in _open_in(folder) & links.keys()}
+    return found
+
+
+def _listening(names: Collection[str], proc: Path) -> dict[int, str]:
+    """Inode of the socket -> its name."""
+    found = {}
+    with suppress(OSError):  # a sandbox may hide it
+        for line in (proc / "net/unix").read_text("utf-8", "replace").splitlines()[1:]:
+            _, _, _, flags, _, _, inode, *path = line.split(maxsplit=7)
+            name = path[0].rpartition("/")[2] if path else ""
+            if name in names and int(flags, 16) & _LISTENING:
+                found[int(inode)] = name
+    return found
+
+
+def _open_in(process: Path) -> set[str]:
+    links = set()
+    with suppress(OSError):  # it has ended, or belongs to another user
+        for entry in os.scandir(process / "fd"):
+            with suppress(OSError):
+                links.add(os.readlink(entry.path))
+    return links
