@@ -54,10 +54,10 @@ def options_of(request: Any) -> Options:
         return _NOTHING_ASKED
     if not isinstance(params, dict):
         return Options(share=False, mistake=Mistake(ALL, params))
-    if KVSHM in params:
-        return _read(params[KVSHM])
-    meant = next((key for key in params if isinstance(key, str) and _means_kvshm(key)), None)
-    return _NOTHING_ASKED if meant is None else _refused(meant, params[meant])
+    meant = next((key for key in params if key != KVSHM and _means_kvshm(str(key)[:100])), None)
+    if meant is not None:
+        return _refused(meant, params[meant])
+    return _read(params[KVSHM]) if KVSHM in params else _NOTHING_ASKED
 
 
 def _read(own: object) -> Options:
@@ -104,19 +104,29 @@ def explain(mistake: Mistake) -> str:
     """Return what to log of an option that cannot be understood: option, value and remedy."""
     option, value = mistake
     shown = f"{short(option)}: {short(value):.80}"
+    if option in OPTIONS and isinstance(value, bool):
+        return f"{shown} stands beside {KVSHM}, not in it"
     if option in OPTIONS:
         return f"{shown} is neither true nor false"
     if option in (KVSHM, ALL):
         return f"{shown} is not an object"
-    nearest = _nearest(option, (*OPTIONS, KVSHM), 0.6)
+    nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, (*OPTIONS, KVSHM), 0.6)
     remedy = f"did you mean {nearest}?" if nearest else f"there are {' and '.join(OPTIONS)}"
     return f"{shown} is not an option of kvshm; {remedy}"
 
 
 @lru_cache(maxsize=256)
 def _means_kvshm(key: str) -> bool:
-    """Whether a key that is not kvshm's was meant to be."""
+    """Whether a key that is not kvshm's was meant to be, or is one of its options that stands
+    beside it."""
+    letters = _letters(key)
+    if KVSHM in letters or letters in OPTIONS:
+        return True
     return 4 <= len(key) <= 7 and _nearest(key, (KVSHM,), 0.75) is not None
+
+
+def _letters(text: object) -> str:
+    return "".join(filter(str.isalnum, str(text)[:100])).lower()
 
 
 def _nearest(text: object, known: tuple[str, ...], cutoff: float) -> str | None:

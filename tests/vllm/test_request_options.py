@@ -53,6 +53,12 @@ def test_what_is_understood(params: Any, asked: Options) -> None:
 
 
 MISTAKES = [
+    ({"share": False}, "'share': False stands beside kvshm, not in it"),
+    ({"kvshm": {}, "share": False}, "'share': False stands beside kvshm, not in it"),
+    ({"kvshm": {}, "Kvshm": {}}, "'Kvshm': {} is not an option of kvshm; did you mean kvshm?"),
+    ({"kvshm.share": True}, "'kvshm.share': True is not an option of kvshm; did you mean kvshm?"),
+    ({"KvshmConnector": {}}, "'KvshmConnector': {} is not an option of kvshm; did you mean kvshm?"),
+    ({b"kvshm": {}}, "b'kvshm': {} is not an option of kvshm; did you mean kvshm?"),
     ({"kvshm": {"sahre": False}}, "'sahre': False is not an option of kvshm; did you mean share?"),
     ({"kvshm": {"Share": False}}, "'Share': False is not an option of kvshm; did you mean share?"),
     ({"kvshm": {"reprot": 1}}, "'reprot': 1 is not an option of kvshm; did you mean report?"),
