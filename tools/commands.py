@@ -8,6 +8,8 @@ A command is a module with three names: ``HELP``, one line for ``kvshm --help``;
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,6 +17,7 @@ from typing import Protocol
 from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
 
 from .closed_pipe import run_until_pipe_closes
+from .plain_text import clean
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 """Of every command: it could not do its work; a wrong command line or a bad setting."""
@@ -41,7 +44,8 @@ class Command(Protocol):
 
 def run_command(name: str, work: Callable[[], int]) -> int:
     """Do a command's work and return its exit status; an error that a user can mend becomes a line
-    on stderr, without a traceback."""
+    on stderr, without a traceback.  Neither a closed stdout nor its encoding is an error."""
+    _prepare_output()
     try:
         return run_until_pipe_closes(work)
     except KeyboardInterrupt:
@@ -54,9 +58,17 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         print(f"kvshm {name} needs {package}: pip install 'kvshm[{extra}]'", file=sys.stderr)
         return EXIT_USAGE
     except (KvshmError, OSError, MemoryError) as exc:
-        print(f"kvshm {name}: {str(exc) or 'not enough memory'}", file=sys.stderr)
+        print(f"kvshm {name}: {clean(str(exc)) or 'not enough memory'}", file=sys.stderr)
         mistake = isinstance(exc, ConfigError | RunDirectoryError)
         return EXIT_USAGE if mistake else EXIT_FAILED
+
+
+def _prepare_output() -> None:
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_alone(

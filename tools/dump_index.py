@@ -24,6 +24,7 @@ from kvshm.errors import ConfigError
 from .check import Findings, check
 from .commands import run_alone
 from .options import add_selection, find_place
+from .plain_text import clean, cleaned
 from .render import ended, name_of, render
 from .report import Filters, Json, build_report
 
@@ -66,7 +67,7 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
     """A line for each engine of the run directory, shown where nothing else is."""
     engines = [
         f"there is engine {name_of(engine)} of namespace {space['namespace']}"
-        for space in _report(run_dir, None, Filters())["namespaces"]
+        for space in cleaned(_report(run_dir, None, Filters()))["namespaces"]
         for engine in space["engines"]
     ]
     yield from engines or [f"no engine runs in {run_dir}"]
@@ -82,9 +83,9 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
         print(json.dumps(told, indent=2))
     else:
         for violation in found.suspects:
-            print(violation)
+            print(clean(str(violation)))
         for warning in found.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            print(f"warning: {clean(warning)}", file=sys.stderr)
     if found.suspects:
         return 3
     if not found.checked.total():
@@ -109,9 +110,9 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
     if asked.json:
         print(json.dumps(report, indent=2))
     elif not empty:
-        print(render(report, everything=asked.entries, selected=filters.selective))
+        print(render(cleaned(report), everything=asked.entries, selected=filters.selective))
     if empty:
-        lines = [line for space in report["namespaces"] for line in ended(space)]
+        lines = [line for space in cleaned(report)["namespaces"] for line in ended(space)]
         sought = "was asked for" if filters.selective else "is alive"
         lines.append(f"nothing of kvshm found that {sought}")
         print(*lines, *_what_there_is(run_dir), sep="\n", file=sys.stderr)

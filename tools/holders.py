@@ -11,6 +11,7 @@ from .fetching import slots_in_use
 from .node.reader import NodeReader
 from .node.reading import EngineReading
 from .options import add_selection, find_place
+from .plain_text import cleaned
 from .status import select
 from .tables import Columns, Json, table
 
@@ -35,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "held leases at all: a load that copies takes milliseconds. Leases of an ended process are "
         "cleared by the coordinator, and by their exporter when it needs the blocks."
     )
-    parser.epilog = "exit status: 0; 1 nobody holds a lease; 2 wrong command line or setting"
+    parser.epilog = (
+        "exit status: 0; 1 nobody holds a lease, or there is no such engine; 2 wrong command line "
+        "or setting"
+    )
     add_selection(parser)
 
 
@@ -57,7 +61,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         print(json.dumps(rows, indent=2))
     else:
-        for line in table(_COLUMNS, rows):
+        for line in table(_COLUMNS, cleaned(rows)):
             print(line)
     return 0 if rows else EXIT_NONE
 

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from kvshm._ground.declined import Declined
 from kvshm._ground.log import engine_name
-from kvshm.errors import ConfigError
+from kvshm.errors import KvshmError
 
 from .node.health import Health, Limits, State, judge, judge_coordinator, judge_node
 from .node.reader import NodeReader
 from .node.reading import EngineReading, NamespaceReading, NodeReading
 from .options import add_selection, find_place
+from .plain_text import clean, cleaned
 from .tables import Columns, Json, table
 
 HELP = "one line per engine: healthy, degraded or down"
@@ -23,6 +24,10 @@ EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
 EXIT_NO = 1
 """Of a probe whose answer is no."""
 PROBES = ("live", "ready", "progress", "serving", "coordinator")
+
+
+class NoSuchEngine(KvshmError):
+    """No engine is called as the user says."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +74,12 @@ def run(asked: argparse.Namespace) -> int:
     """Look at the node once and print; return the exit status."""
     run_dir, namespace = find_place(asked)
     with NodeReader(run_dir, namespace) as reader:
-        reading = select(reader.read(), asked.engine, here=asked.here)
+        whole = reader.read()
+    try:
+        reading = select(whole, asked.engine, here=asked.here)
+    except NoSuchEngine as exc:
+        print(f"kvshm status: {clean(str(exc))}", file=sys.stderr)
+        return EXIT_NO if asked.probe else EXIT_STATUS[State.DOWN]
     limits = Limits(scheduler=asked.scheduler_seconds, loop=asked.loop_seconds)
     if asked.probe:
         return _probe(asked.probe, reading, limits)
@@ -85,8 +95,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> NodeReading:
-    """Return the part of a reading that is meant.  Raises ConfigError if no engine is called so;
-    the message names those that there are."""
+    """Return the part of a reading that is meant.  Raises NoSuchEngine, which names those that
+    there are."""
     if engine is None and not here:
         return reading
 
@@ -97,7 +107,7 @@ def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> N
     spaces = [s for s in chosen if s.engines or s.declined or s.ended or s.unreadable]
     if engine is not None and not spaces:
         names = ", ".join(_all_names(reading)) or "none"
-        raise ConfigError(f"no engine is called {engine!r}; there are: {names}")
+        raise NoSuchEngine(f"no engine is called {engine!r}; there are: {names}")
     return replace(reading, namespaces=tuple(spaces))
 
 
@@ -176,7 +186,7 @@ _COLUMNS: Columns = {
 
 
 def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
-    for space in as_json(reading, limits)["namespaces"]:
+    for space in cleaned(as_json(reading, limits))["namespaces"]:
         coordinator = space["coordinator"]
         said = coordinator["reason"] or "coordinator healthy"
         yield f"namespace {space['namespace']}: {said}"
@@ -193,7 +203,7 @@ def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:
     if not answers and probe != "serving":
         failures = ["there is no coordinator" if probe == "coordinator" else "there is no engine"]
     for failure in failures:
-        print(failure, file=sys.stderr)
+        print(clean(failure), file=sys.stderr)
     return EXIT_NO if failures else 0
 
 

@@ -110,7 +110,7 @@ def test_holders_of_stuck_leases_are_named_with_their_age(stalled: Stalled) -> N
     name = holders[stalled.loads.pid]["holder"]
     assert name in stalled.kvshm("holders", "--engine", name).stdout
     unknown = stalled.kvshm("holders", "--engine", "nobody")
-    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "no engine is called 'nobody'; there are: " in unknown.stderr
 
 
@@ -162,7 +162,8 @@ def test_a_stopped_engine_is_down_and_a_dead_one_has_ended(stalled: Stalled) -> 
     stalled.stopped.kill()
     wait_until(lambda: stalled.stopped.pid not in stalled.reasons(), "the coordinator clears up")
     missing = stalled.kvshm("status", "--probe", "live", "--engine", str(stalled.stopped.pid))
-    assert (missing.returncode, "no engine is called" in missing.stderr) == (2, True)
+    assert (missing.returncode, "no engine is called" in missing.stderr) == (1, True)
+    assert stalled.kvshm("status", "--engine", "nobody").returncode == 3
 
 
 def test_a_stopped_coordinator_is_stalled_and_a_dead_one_missing(stalled: Stalled) -> None:

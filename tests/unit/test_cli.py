@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import uuid
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvshm._ground.ids import BlockHash, BlockId, Generation, LeaseBit
+from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools import cli, dump_index
 from kvshm.tools.report import Filters, Json
 
@@ -113,3 +116,53 @@ def test_a_reader_that_stops_reading_is_no_error(served: ServedNode, called: str
     )
     os.close(writes)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+EVIL = "e\x1b[2J\n\u202ex\x07"
+
+
+@pytest.mark.parametrize("command", [["status"], ["dump"], ["doctor"], ["holders"]])
+def test_texts_of_other_processes_are_harmless_for_a_terminal(
+    served: ServedNode, command: list[str]
+) -> None:
+    importer, exporter = served.serve(EVIL, 1, model=EVIL).table, served.serve("x", 2).table
+    importer.log_error(EVIL)
+    importer.set_lease_bit(LeaseBit(3))
+    exporter.set_life(0)
+    record = BlockRecord(BlockHash(bytes(32)), BlockId(0), Generation(0), 0)
+    exporter.publish(pack_records([record]), bytes(8))
+    exporter.lease(LeaseBit(3), pack_records([record]))
+    for options in ([], ["--engine", EVIL[:-1]]) if command != ["doctor"] else ([],):
+        done = kvshm(*command, *options, KVSHM_RUN_DIR=str(served.run_dir))
+        shown = done.stdout + done.stderr
+        assert not [char for char in shown if char != "\n" and not char.isprintable()], shown
+        assert "e?[2J??x" in shown
+
+
+@pytest.mark.parametrize("command", ["status", "dump", "metrics", "top --once", "doctor"])
+def test_neither_a_closed_output_nor_its_encoding_is_an_error(
+    served: ServedNode, command: str
+) -> None:
+    served.serve("é", 1, model="é")
+    environ = os.environ | {"KVSHM_RUN_DIR": str(served.run_dir), "PYTHONIOENCODING": "ascii"}
+    run = f"{sys.executable} -m kvshm.tools.cli {command}"
+    for ending in ("", ">&-"):
+        done = subprocess.run(["sh", "-c", f"{run} {ending}"], env=environ, capture_output=True)
+        assert b"Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "top --interval 1e10",
+        "metrics --listen a..b:80",
+        "metrics --output ",
+        "metrics --output /x/y/z",
+        "metrics --output /dev/null",
+    ],
+)
+def test_arguments_that_cannot_be_used_are_told(wrong: str) -> None:
+    done = kvshm(*wrong.split(" "))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

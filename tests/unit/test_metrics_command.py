@@ -75,8 +75,8 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(served: ServedNode, tmp_pat
     assert "\nkvshm_build_info{" in file.read_text()
     assert os.listdir(tmp_path) == ["kvshm.prom"]
     nowhere = metrics(*place, "--output", str(tmp_path / "none" / "kvshm.prom"))
-    assert nowhere.returncode == 1
-    assert nowhere.stderr.startswith("kvshm metrics: [Errno 2] No such file or directory: ")
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.endswith(f"there is no directory {tmp_path / 'none'}\n")
     assert len(nowhere.stderr.splitlines()) == 1
 
 

@@ -16,6 +16,7 @@ from kvshm._ground.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm.tools import cli
 from kvshm.tools.node.reading import EngineReading
+from kvshm.tools.plain_text import clean
 from kvshm.tools.top import wording
 from kvshm.tools.top.frame import frame
 from kvshm.tools.top.rates import measure
@@ -121,7 +122,7 @@ def test_a_slow_pair_gets_a_column_before_faster_ones() -> None:
 
 def test_texts_of_other_processes_are_harmless() -> None:
     """Names, models and errors come from memory that other processes write."""
-    assert wording.clean(EVIL) == HARMLESS
+    assert clean(EVIL) == HARMLESS
     bad = engine(
         1, namespace=EVIL, label=EVIL, name=EVIL, model=EVIL, traffic=[copied(9, 5, peer=EVIL)],
         errors=(LoggedError(1, START_NS, START_NS, EVIL),),

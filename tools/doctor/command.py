@@ -13,6 +13,7 @@ from kvshm._ground.rundir import choose_run_directory
 from kvshm.config import Config
 
 from ..options import add_selection
+from ..plain_text import clean
 from .bundle import write_bundle
 from .checks import Result, run_checks
 from .evidence import gather
@@ -69,7 +70,7 @@ def run(asked: argparse.Namespace) -> int:
 def _lines(findings: Findings) -> Iterator[str]:
     width = max(len(check.name) for check, _ in findings)
     for check, found in findings:
-        text = "".join(c if c.isprintable() else "?" for c in found.text)
+        text = clean(found.text)
         yield f"{found.result.value:14}  {check.name:{width}}  {text}"
         if found.result in BAD:
             yield f"{'':14}  {'':{width}}  remedy: {check.remedy}"

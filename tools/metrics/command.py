@@ -105,9 +105,13 @@ def _expose(asked: argparse.Namespace, reader: NodeReader) -> None:
         exposition.write_file(_read(reader), asked.output)
     elif asked.listen is not None:
         server = MetricsServer(lambda accept: exposition.as_accepted(_read(reader), accept))
-        asyncio.run(server.serve(*asked.listen))
+        try:
+            asyncio.run(server.serve(*asked.listen))
+        except UnicodeError as exc:  # of a name that cannot be one
+            raise ConfigError(f"--listen={asked.listen[0]!r} is not an address") from exc
     else:
-        sys.stdout.write(exposition.as_text(_read(reader)))
+        sys.stdout.flush()
+        sys.stdout.buffer.write(exposition.as_text(_read(reader)).encode())  # UTF-8 in any locale
 
 
 def _read(reader: NodeReader) -> Samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
+
+from kvshm.errors import ConfigError
 
 from .definitions import METRICS, Kind
 from .samples import Buckets, Samples
@@ -64,5 +67,9 @@ def as_accepted(samples: Samples, accept: str) -> tuple[bytes, str]:
 
 def write_file(samples: Samples, path: Path) -> None:
     """Write the text format to a file, which has the old or the new text at any time.  Raises
-    OSError."""
+    ConfigError if something else than a file is there, or OSError."""
+    if os.path.lexists(path) and not (path.is_file() and not path.is_symlink()):
+        raise ConfigError(f"--output={path}: it is no regular file, and would be replaced by one")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output={path}: there is no directory {path.parent}")
     write_to_textfile(str(path), _registry(samples))

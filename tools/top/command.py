@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from .view import View
 
 HELP = "watch what engines share: hits, copies and their paths, faults"
 EXIT_NOTHING = 1
-LEAST_INTERVAL = 0.1
+LEAST_INTERVAL, MOST_INTERVAL = 0.1, 86400.0
+"""Seconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +88,7 @@ def _print_json(view: View) -> None:
 
 def _interval(text: str) -> float:
     seconds = float(text)
-    if not LEAST_INTERVAL <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not at least {LEAST_INTERVAL} seconds")
+    if not LEAST_INTERVAL <= seconds <= MOST_INTERVAL:
+        wanted = f"{LEAST_INTERVAL} to {MOST_INTERVAL:.0f} seconds"
+        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
     return seconds

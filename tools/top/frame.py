@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from ..node.health import State
+from ..plain_text import clean
 from . import wording
 from .faults import Fault
 from .grid import Cell, Column, cut, fitted, flow, table
@@ -48,7 +49,7 @@ def _section(lines: Sequence[Text]) -> list[Text]:
 
 def _namer(view: View) -> Name:
     several = len(view.namespaces) > 1
-    return lambda space, label: wording.clean(f"{space}/{label}" if several else label)
+    return lambda space, label: clean(f"{space}/{label}" if several else label)
 
 
 # -- node line
@@ -59,9 +60,9 @@ def _node(view: View) -> Iterator[Cell]:
     yield Cell(time.strftime("%H:%M:%S", time.localtime(view.time)))
     for space in view.namespaces:
         style = "" if space.live == space.engines else "yellow"
-        yield Cell(f"{wording.clean(space.namespace)}: engines {space.live}/{space.engines}", style)
+        yield Cell(f"{clean(space.namespace)}: engines {space.live}/{space.engines}", style)
         well = space.coordinator is State.HEALTHY
-        what = "ok" if well else wording.clean(space.coordinator_reason.partition(":")[0])
+        what = "ok" if well else clean(space.coordinator_reason.partition(":")[0])
         yield Cell(f"coordinator {what}", "" if well else "yellow")
     node = view.node
     lag = node.worst_lag_seconds
@@ -117,13 +118,13 @@ def _columns(engines: Sequence[Engine], name: Name) -> Iterator[Column]:
     yield numbers("DRAIN p99", 7, (wording.duration(e.drain_p99_ns) for e in engines))
     yield numbers("HOOK", 8, (wording.duration(e.hook_mean_ns) for e in engines))
     yield numbers("HOOK p99", 9, (wording.duration(e.hook_p99_ns) for e in engines))
-    models = [Cell(wording.clean(e.model)) for e in engines]
+    models = [Cell(clean(e.model)) for e in engines]
     yield Column("MODEL", models, 10, False, _LABEL_WIDTH)
 
 
 def _state(engine: Engine) -> Cell:
     reason = f": {engine.reasons[0]}" if engine.reasons else ""
-    return Cell(wording.clean(f"{engine.state}{reason}"), _STYLES[engine.state])
+    return Cell(clean(f"{engine.state}{reason}"), _STYLES[engine.state])
 
 
 # -- faults
@@ -137,11 +138,9 @@ def _faults(faults: Sequence[Fault], name: Name, width: int, rows: int) -> Itera
     for fault in shown:
         when = "now" if fault.age_seconds is None else wording.age(fault.age_seconds)
         times = f" ({fault.times} times)" if fault.kind == "log" and fault.times > 1 else ""
-        who = ", ".join(wording.clean(label) for label in fault.engines)
+        who = ", ".join(clean(label) for label in fault.engines)
         text = f"{who}: {fault.text}" if who else fault.text
         style = {"slow": "bold red", "state": "yellow", "alone": "yellow"}.get(fault.kind, "")
-        yield cut(
-            Text(f"{fitted(when, 6, right=True)}  {wording.clean(text)}{times}", style), width
-        )
+        yield cut(Text(f"{fitted(when, 6, right=True)}  {clean(text)}{times}", style), width)
     if more := len(faults) - len(shown):
         yield cut(Text(f"{'':6}  and {more} more", "dim"), width)

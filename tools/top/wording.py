@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-import unicodedata
-
 UNKNOWN = "-"
-
-
-def clean(text: str) -> str:
-    """Return a text of another process without anything that a terminal could obey or that hides
-    or reorders what stands beside it: control and format characters become ``?``."""
-    return "".join(
-        "?" if unicodedata.category(char)[0] == "C" or unicodedata.category(char) in ("Zl", "Zp")
-        else char
-        for char in text
-    )  # fmt: skip
 
 
 def number(value: float | None) -> str:
