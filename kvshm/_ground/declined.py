@@ -27,7 +27,7 @@ from kvshm.errors import KvshmError
 from .forks import guard_forks
 from .rundir import MAX_FOUND, open_run_directory
 
-MAX_BYTES = 4096
+MAX_BYTES = 8192
 TEXT_CHARACTERS = 500
 MAKING_SECONDS = 5.0
 """How long a record may take to be made; until then it may not be locked yet."""
@@ -48,6 +48,13 @@ class Declined(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a setting says so (KVSHM_SHARE=none)."""
     since: float
     """Seconds since 1970."""
+    pid_namespace: int = 0
+    """The engine's, by its number; 0 if that is not known."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine runs in this process's container."""
+        return self.pid_namespace == _pid_namespace() != 0
 
 
 # -- the engine's own records
@@ -102,7 +109,7 @@ def record_declined(
         fd = os.open(fresh, _WRITE, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            os.write(fd, msgspec.json.encode(_shortened(told)))
+            os.write(fd, msgspec.json.encode(_plain(told)))
             fresh.rename(path)  # locked before anybody can see it under this name
         except BaseException:
             os.close(fd)
@@ -125,12 +132,24 @@ def declined_now(engine: str, model: str, reason: str, *, on_purpose: bool) -> D
         reason=reason,
         on_purpose=on_purpose,
         since=time.time(),
+        pid_namespace=_pid_namespace(),
     )
 
 
-def _shortened(told: Declined) -> Declined:
-    model, reason = told.model[:TEXT_CHARACTERS], told.reason[:TEXT_CHARACTERS]
-    return msgspec.structs.replace(told, model=model, reason=reason)
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _plain(told: Declined) -> Declined:
+    """With texts of one line that any terminal and any encoding can show."""
+    texts = {
+        name: "".join(c if c.isprintable() else " " for c in getattr(told, name)[:TEXT_CHARACTERS])
+        for name in ("engine", "model", "reason")
+    }
+    return msgspec.structs.replace(told, **texts)
 
 
 # -- reading
@@ -168,7 +187,7 @@ def _files(run_dir: Path, namespace: str | None) -> Iterator[tuple[str, Path]]:
 def _read(path: Path) -> Declined | None:
     if path.suffix == ".new" or (text := _read_if(path, living=True)) is None:
         return None
-    return msgspec.json.decode(text, type=Declined)
+    return _plain(msgspec.json.decode(text, type=Declined))
 
 
 def _read_if(path: Path, *, living: bool) -> bytes | None:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvshm._ground.declined import (
@@ -22,6 +23,7 @@ from kvshm._ground.declined import (
 from kvshm._node.leftovers import clear
 from kvshm.config import Config
 from kvshm.hooks import boundary
+from kvshm.tools.cli import main
 from kvshm.tools.node.health import Limits, State, judge_node
 from kvshm.tools.node.reader import NodeReader
 
@@ -153,6 +155,31 @@ def test_a_look_at_the_node_shows_them(run_dir: Path) -> None:
         "f": ("KVSHM_SHARE=none", True),
     }
     assert judge_node(reading, Limits()) is State.DEGRADED
+
+
+def test_texts_that_would_disturb_a_terminal_or_an_encoding_are_made_plain(run_dir: Path) -> None:
+    record(run_dir, reason="a\x1b[31m\nb\udcff")
+    ((_, told),) = list_declined(run_dir, SPACE)
+    assert told.reason == "a [31m b "
+    (name,) = names(run_dir)
+    changed = msgspec.structs.replace(told, reason="a\x1b\n", pid_namespace=1)
+    (run_dir / name).write_bytes(msgspec.json.encode(changed))  # by another program
+    ((_, told),) = list_declined(run_dir, SPACE)
+    assert (told.reason, told.is_here) == ("a  ", False)
+
+
+def test_engines_told_not_to_share_are_no_fault_also_in_a_container(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--run-dir", str(run_dir), "--here"]
+    boundary.decline("KVSHM_SHARE=none", "f", Config(run_dir=str(run_dir), share="none"))
+    assert main(["status", *place]) == 0
+    assert "not sharing: KVSHM_SHARE=none" in capsys.readouterr().out
+    record(run_dir)
+    assert main(["status", *place]) == 1
+    assert main(["status", *place, "--probe", "serving"]) == 0
+    assert main(["status", *place, "--engine", "e", "--probe", "ready"]) == 1
+    assert "not sharing: no blocks" in capsys.readouterr().err
 
 
 def vars_of(config: Config) -> dict[str, str]:

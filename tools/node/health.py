@@ -85,6 +85,8 @@ def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: L
 def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> tuple[State, str]:
     """Judge a namespace's coordinator; returns its state and what is wrong.  Without an engine in
     its roster only its socket tells of it."""
+    if not space.coordinated and not space.engines and _none_means_to_share(space):
+        return State.HEALTHY, "no coordinator runs, and no engine means to share"
     if not space.coordinated:
         return State.DEGRADED, "no coordinator runs: engines hear of no new engine"
     if not space.coordinator_answers:
@@ -93,6 +95,10 @@ def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> t
     if rested > limits.loop:
         return State.DEGRADED, f"coordinator stalled: it has not gone round for {rested:.0f} s"
     return State.HEALTHY, ""
+
+
+def _none_means_to_share(space: NamespaceReading) -> bool:
+    return bool(space.declined) and all(told.on_purpose for told in space.declined)
 
 
 def judge_node(reading: NodeReading, limits: Limits) -> State:

@@ -150,7 +150,7 @@ class NamespaceReading:
         return replace(
             self,
             engines=tuple(e for e in self.engines if is_meant(e.names, bool(e.pid_here))),
-            declined=tuple(d for d in self.declined if is_meant((d.engine, str(d.pid)), False)),
+            declined=tuple(d for d in self.declined if is_meant((d.engine, str(d.pid)), d.is_here)),
             ended=tuple(epoch for epoch in self.ended if is_meant(self._names(epoch), False)),
             unreadable=unreadable,
         )
