@@ -12,17 +12,20 @@ from kvshm._ground.declined import Declined
 from kvshm._ground.log import engine_name
 from kvshm.errors import KvshmError
 
-from .node.health import Health, Limits, State, judge, judge_coordinator, judge_node
+from .node.health import NO_COORDINATOR, Health, Limits, State, judge, judge_coordinator, judge_node
 from .node.reader import NodeReader
 from .node.reading import EngineReading, NamespaceReading, NodeReading
 from .options import add_selection, find_place
 from .plain_text import clean, cleaned
+from .render import leftover
 from .tables import Columns, Json, table
 
 HELP = "one line per engine: healthy, degraded or down"
 EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
 EXIT_NO = 1
 """Of a probe whose answer is no."""
+MOST_LINES = 20
+"""Engines without a table that are listed one by one."""
 PROBES = ("live", "ready", "progress", "serving", "coordinator")
 
 
@@ -90,7 +93,8 @@ def run(asked: argparse.Namespace) -> int:
         for line in _lines(reading, limits):
             print(line)
         if not reading.namespaces:
-            print(f"nothing of kvshm runs in {run_dir}", file=sys.stderr)
+            where = "in this container" if asked.here and whole.namespaces else f"in {run_dir}"
+            print(f"nothing of kvshm runs {where}", file=sys.stderr)
     return EXIT_STATUS[state]
 
 
@@ -191,10 +195,12 @@ def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
         said = coordinator["reason"] or "coordinator healthy"
         yield f"namespace {space['namespace']}: {said}"
         yield from table(_COLUMNS, [*space["engines"], *space["declined"]])
-        for epoch in space["ended"]:
-            yield f"    engine of epoch {epoch}: its process has ended; run `kvshm clean`"
-        for epoch, why in space["unreadable"].items():
-            yield f"    engine of epoch {epoch}: {why}"
+        coordinated = not coordinator["reason"].startswith(NO_COORDINATOR)
+        others = [leftover(epoch, coordinated) for epoch in space["ended"]]
+        others += [f"engine of epoch {e}: {why}" for e, why in space["unreadable"].items()]
+        yield from (f"    {line}" for line in others[:MOST_LINES])
+        if len(others) > MOST_LINES:
+            yield f"    and {len(others) - MOST_LINES} more (--json lists all)"
 
 
 def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:

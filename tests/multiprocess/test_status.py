@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground.rundir import list_sockets
+from kvshm._ground.rundir import engine_socket, list_sockets
 from kvshm.tools.node.whereabouts import pids_of
 
 from . import toys
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, fresh_node, leave_socket, wait_until
 
 SOON = ("--loop-seconds", "3", "--scheduler-seconds", "3")
 
@@ -196,3 +196,14 @@ def test_nothing_is_down_and_a_probe_of_nothing_fails(node: Node) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (code, "")
         assert told in done.stderr
+
+
+def test_long_lists_of_what_is_left_are_cut(node: Node) -> None:
+    for number in range(1, 31):
+        leave_socket(engine_socket(node.run_dir, node.namespace, number))
+    command = [sys.executable, "-m", "kvshm.tools.cli", "status", "--run-dir", str(node.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert len(done.stdout.splitlines()) == 22
+    assert "(epoch 0000000000000001): its process has ended; run `kvshm clean`" in done.stdout
+    assert done.stdout.endswith("    and 10 more (--json lists all)\n")

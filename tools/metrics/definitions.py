@@ -240,6 +240,11 @@ HEALTH = (
     ),
     _gauge("unreadable_engines", "Engines of which nothing can be shown.", "namespace"),
     _gauge(
+        "ended_engines",
+        "Engines that were killed before anybody looked, and whose socket nobody has cleared up.",
+        "namespace",
+    ),
+    _gauge(
         "coordinator_up",
         "1 if a coordinator serves the namespace and goes on, else 0.",
         "namespace",

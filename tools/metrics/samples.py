@@ -107,6 +107,7 @@ def _add_namespace(found: _Found, space: NamespaceReading, now_ns: int) -> None:
     found.add("coordinator_up", (space.name,), int(state is State.HEALTHY))
     found.add("distinct_blocks", (space.name,), distinct)
     found.add("unreadable_engines", (space.name,), len(space.unreadable))
+    found.add("ended_engines", (space.name,), len(space.ended))
 
 
 def _add_counted(found: _Found, engine: EngineReading) -> None:

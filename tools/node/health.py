@@ -25,6 +25,8 @@ LOOP_SECONDS = 10.0
 LOAD_SECONDS = 30.0
 """How long a load may hold its leases."""
 ALONE = "shares with nobody"
+NO_COORDINATOR = "no coordinator runs"
+"""How these reasons begin."""
 
 
 class State(StrEnum):
@@ -86,9 +88,9 @@ def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> t
     """Judge a namespace's coordinator; returns its state and what is wrong.  Without an engine in
     its roster only its socket tells of it."""
     if not space.coordinated and not space.engines and _none_means_to_share(space):
-        return State.HEALTHY, "no coordinator runs, and no engine means to share"
+        return State.HEALTHY, f"{NO_COORDINATOR}, and no engine means to share"
     if not space.coordinated:
-        return State.DEGRADED, "no coordinator runs: engines hear of no new engine"
+        return State.DEGRADED, f"{NO_COORDINATOR}: engines hear of no new engine"
     if not space.coordinator_answers:
         return State.DEGRADED, "coordinator stalled: it does not answer"
     rested = _seconds(space.coordinator_ns or now_ns, now_ns)

@@ -126,11 +126,13 @@ class NodeReader:
         declined = self._list_declined()
         read = [
             replace(
-                self._read_namespace(space, space in coordinated, turn),
+                self._read_namespace(space, turn),
+                coordinated=space in coordinated,
                 declined=tuple(told for where, told in declined if where == space),
             )
             for space in sorted(spaces | {where for where, _ in declined})
         ]
+        read = list(self._pool.map(self._with_coordinator, read))  # stopped ones take their time
         return NodeReading(round(self._clock() * 1e9), tuple(read), time.time_ns())
 
     def table(self, engine: EngineReading) -> SlotTableView | None:
@@ -216,9 +218,8 @@ class NodeReader:
             return None
         return with_replica[self._looks // 2 % len(with_replica)]
 
-    def _read_namespace(
-        self, space: str, coordinated: bool, turn: _Mapped | None
-    ) -> NamespaceReading:
+    def _read_namespace(self, space: str, turn: _Mapped | None) -> NamespaceReading:
+        """Read the engines of a namespace; nothing of its coordinator."""
         mapped = [each for each in self._mapped.values() if each.namespace == space]
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
         counted = self._count(space, [each.table for each in mapped if each.table], turn)
@@ -234,18 +235,24 @@ class NodeReader:
             if each.peers is None or not self._in_turn or each is turn:
                 each.peers = tuple(self._peers(space, each)) if each.replica else None
             engines.append(replace(found, pid_here=each.pid_here, peers=each.peers or ()))
-        answers, joined = self._ask_coordinator(space, engines) if coordinated else (False, set())
-        present = [replace(e, joined=e.epoch in joined) for e in _latest(engines)]
         return NamespaceReading(
             name=space,
-            coordinated=coordinated,
-            coordinator_answers=answers,
-            coordinator_ns=max((e.coordinator_ns for e in present if e.joined), default=0),
-            engines=tuple(_with_labels(present)),
+            coordinated=False,
+            coordinator_answers=False,
+            engines=tuple(_with_labels(list(_latest(engines)))),
             ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
             unreadable=unreadable,
             pids_here={each.epoch: each.pid_here for each in mapped if each.pid_here},
         )
+
+    def _with_coordinator(self, space: NamespaceReading) -> NamespaceReading:
+        """Add what is known of the coordinator.  On a thread of the pool."""
+        if not space.coordinated:
+            return space
+        answers, joined = self._ask_coordinator(space.name, space.engines)
+        present = tuple(replace(e, joined=e.epoch in joined) for e in space.engines)
+        last_ns = max((e.coordinator_ns for e in present if e.joined), default=0)
+        return replace(space, coordinator_answers=answers, coordinator_ns=last_ns, engines=present)
 
     def _ask_coordinator(
         self, space: str, engines: Sequence[EngineReading]
