@@ -164,7 +164,7 @@ class NodeReader:
             lost = mapped.table is None and key not in present
             if lost or (gone and now - (mapped.gone_since or now) > ENDED_SECONDS):
                 self._mapped.pop(key).close()
-        new = [_Mapped(present[key]) for key in present.keys() - self._mapped.keys()]
+        new = [_Mapped(present[key]) for key in sorted(present.keys() - self._mapped.keys())]
         pids = pids_of({mapped.path.name for mapped in new})
         for mapped in new:
             mapped.pid_here = pids.get(mapped.path.name, 0)
