@@ -14,8 +14,14 @@ import pytest
 from .conftest import Run
 
 TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
-OF_THE_EXTRA = ("numpy>=1.24", "safetensors>=0.4.3")
-"""What kvshm[kv] brings."""
+OF_THE_EXTRAS = (
+    "numpy>=1.24",
+    "safetensors>=0.4.3",
+    "prometheus-client>=0.20",
+    "rich>=13.7",
+    "shtab>=1.7",
+)
+"""What kvshm[kv] and kvshm[ops] bring."""
 NODE = "takes its time, for the same modules as test_node.py"
 CALLS = "takes its time, for the same modules as test_calls_refused.py"
 FOLDERS = {
@@ -23,6 +29,8 @@ FOLDERS = {
         "test_architecture_docs.py": "looks at the sources",
         "test_api_docs.py": "looks at the sources",
         "test_hooks_of_transformers.py": "looks at the sources",
+        "test_command_pages.py": "looks at the tree: pages",
+        "test_grafana.py": "looks at the tree: deploy/grafana",
         "test_docs_commands.py": "looks at the tree: pages and the files they name",
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_operations_docs.py": "looks at the sources for the lines they log",
@@ -39,6 +47,10 @@ FOLDERS = {
     "tests/conformance": {},
     "tests/multiprocess": {
         "test_deployment.py": "looks at the tree: deploy/",
+        "test_metrics.py": "looks at the tree: deploy/grafana",
+        "test_top.py": "takes its time, for the same modules as test_top_frame.py",
+        "test_status.py": "takes its time, for the same modules as test_node_health.py",
+        "test_doctor.py": "takes its time",
         "test_tiny_engine.py": "computes with torch, which is not installed there",
         "test_porting.py": "computes with torch, which is not installed there",
         "test_surface_machine.py": "takes half a minute",
@@ -69,7 +81,7 @@ FOLDERS = {
 @pytest.fixture(scope="module")
 def tester(python: Path, run: Run) -> Path:
     """The same, with what the tests themselves need."""
-    run(python, "-m", "pip", "install", "--quiet", *TEST_REQUIREMENTS, *OF_THE_EXTRA)
+    run(python, "-m", "pip", "install", "--quiet", *TEST_REQUIREMENTS, *OF_THE_EXTRAS)
     return python
 
 
