@@ -122,10 +122,11 @@ def _configure(vllm_config: VllmConfig) -> None:
 
     transfer = vllm_config.kv_transfer_config
     config = settings_of(transfer)
-    # vLLM has configured its log since ``activate``.
-    start_log(config.log_level, config.log_format, config.log_file)
-    for warning in config.warnings:
-        _log_once(warning, logging.WARNING)
+    if vllm_config.model_config is not None:  # else of no engine, see below
+        # vLLM has configured its log since ``activate``.
+        start_log(config.log_level, config.log_format, config.log_file)
+        for warning in config.warnings:
+            _log_once(warning, logging.WARNING)
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
             _log_once(overridden)

@@ -20,6 +20,8 @@ log = logger(__name__)
 
 ALL, KVSHM = "kv_transfer_params", "kvshm"
 """The dict in which all connectors find their options, and kvshm's key in it."""
+MOST_KEYS = 256
+"""In that dict: all are looked at, and no connector needs as many."""
 OPTIONS = ("share", "report")
 """Both are true or false."""
 ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
@@ -52,7 +54,7 @@ def options_of(request: Any) -> Options:
     params = request.kv_transfer_params
     if params is None:
         return _NOTHING_ASKED
-    if not isinstance(params, dict):
+    if not isinstance(params, dict) or len(params) > MOST_KEYS:
         return Options(share=False, mistake=Mistake(ALL, params))
     meant = next((key for key in params if key != KVSHM and _means_kvshm(str(key)[:100])), None)
     if meant is not None:
@@ -103,11 +105,13 @@ class OptionChecks:
 def explain(mistake: Mistake) -> str:
     """Return what to log of an option that cannot be understood: option, value and remedy."""
     option, value = mistake
-    shown = f"{short(option)}: {short(value):.80}"
+    shown = f"{_shown(option)}: {_shown(value)}"
     if option in OPTIONS and isinstance(value, bool):
         return f"{shown} stands beside {KVSHM}, not in it"
     if option in OPTIONS:
         return f"{shown} is neither true nor false"
+    if option == ALL and isinstance(value, dict):
+        return f"{option} has more than {MOST_KEYS} keys"
     if option in (KVSHM, ALL):
         return f"{shown} is not an object"
     nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, (*OPTIONS, KVSHM), 0.6)
@@ -123,6 +127,13 @@ def _means_kvshm(key: str) -> bool:
     if KVSHM in letters or letters in OPTIONS:
         return True
     return 4 <= len(key) <= 7 and _nearest(key, (KVSHM,), 0.75) is not None
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{short(value):.80}"
+    except ValueError:  # of a number with thousands of digits
+        return type(value).__name__
 
 
 def _letters(text: object) -> str:

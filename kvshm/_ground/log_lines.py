@@ -17,6 +17,8 @@ PREFIX = "kvshm: "
 
 MAX_VALUE = 1000
 """At most so many characters of a value or message are written."""
+MAX_TRACEBACK = 16_000
+"""At most so many of a traceback."""
 
 EVENT, FIELDS = "kvshm_event", "kvshm_fields"
 """Attributes of a log record that has an event."""
@@ -82,7 +84,7 @@ class LineFormatter(logging.Formatter):
         if event:
             about |= {"event": event, "fields": {k: _plain(v) for k, v in fields.items()}}
         if record.exc_info:
-            about["traceback"] = self.formatException(record.exc_info)
+            about["traceback"] = _cut_middle(self.formatException(record.exc_info))
         return json.dumps(about)
 
     def _text(self, record: logging.LogRecord) -> str:
@@ -96,7 +98,7 @@ class LineFormatter(logging.Formatter):
             about |= {"event": "log", "logger": name, "message": _message(record)}
         line = key_values(about)
         if record.exc_info:
-            line += f" traceback={quote(self.formatException(record.exc_info))}"
+            line += f" traceback={quote(_cut_middle(self.formatException(record.exc_info)))}"
         return line
 
 
@@ -111,8 +113,23 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _cut(text: str) -> str:
-    """An engine may send values of megabytes."""
+    """An engine may send values of megabytes, and bytes that are no text."""
+    text = _encodable(text)
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
+
+
+def _cut_middle(text: str) -> str:
+    """Of a traceback the begin and the end say most."""
+    text = _encodable(text)
+    if len(text) <= MAX_TRACEBACK:
+        return text
+    half = MAX_TRACEBACK // 2
+    return f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which strict readers of JSON refuse."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: object) -> object:

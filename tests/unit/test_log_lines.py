@@ -100,6 +100,7 @@ def test_a_traceback_is_one_string_in_one_line() -> None:
 def test_whatever_others_send_stays_one_line_that_can_be_written(message: str, value: str) -> None:
     line = record("kvshm: %s", message, **{EVENT: "join", FIELDS: {"name": value}})
     said = as_json(line)
+    message, value = (t.encode(errors="backslashreplace").decode() for t in (message, value))
     assert said["message"] == message.removeprefix("kvshm: ")[:MAX_VALUE]
     assert said["fields"]["name"] == value[:MAX_VALUE]
     for formatter in (LineFormatter("engine", as_json=True), LineFormatter("engine", False)):
@@ -111,3 +112,20 @@ def test_a_value_of_megabytes_is_cut() -> None:
     line = record("kvshm: %s", "m" * 1_000_000, **{EVENT: "e", FIELDS: {"v": "w" * 1_000_000}})
     assert len(json.dumps(as_json(line))) < 3 * MAX_VALUE
     assert len(LineFormatter("engine", as_json=False).format(line)) < 3 * MAX_VALUE
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_traceback_of_megabytes_keeps_its_begin_and_its_end(as_json: bool) -> None:
+    try:
+        raise ValueError("x" * 5_000_000 + " the end")
+    except ValueError:
+        exc = sys.exc_info()
+    line = LineFormatter("engine", as_json).format(record(exc=exc))
+    assert len(line) < 2 * log_lines.MAX_TRACEBACK
+    assert "Traceback (most recent call last)" in line
+    assert "the end" in line
+
+
+def test_bytes_that_are_no_text_do_not_become_lone_surrogates() -> None:
+    said = as_json(record("kvshm: %s", "a\udcffb"))
+    assert said["message"] == "a\\udcffb"

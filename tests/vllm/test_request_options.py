@@ -53,6 +53,8 @@ def test_what_is_understood(params: Any, asked: Options) -> None:
 
 
 MISTAKES = [
+    ({"kvshm": {"share": 10**5000}}, "'share': int is neither true nor false"),
+    ({str(n): n for n in range(257)}, "kv_transfer_params has more than 256 keys"),
     ({"share": False}, "'share': False stands beside kvshm, not in it"),
     ({"kvshm": {}, "share": False}, "'share': False stands beside kvshm, not in it"),
     ({"kvshm": {}, "Kvshm": {}}, "'Kvshm': {} is not an option of kvshm; did you mean kvshm?"),
