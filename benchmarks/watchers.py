@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -66,24 +66,24 @@ class Watchers:
         ]
         self._scraping = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._scrape, daemon=True)
-        self._thread.start()
-        self.scrapes = 0
+        self._scraped = threading.Event()
+        threading.Thread(target=self._scrape, daemon=True).start()
 
     def _scrape(self) -> None:
         while not self._ended.is_set():
             self._scraping.wait()
-            with suppress(OSError):
+            with suppress(OSError, HTTPException):
                 url = f"http://127.0.0.1:{self._port}/metrics"
                 with urllib.request.urlopen(url, timeout=10) as answer:
-                    self.scrapes += bool(answer.read())
-            time.sleep(SCRAPE_SECONDS)
+                    if answer.read():
+                        self._scraped.set()
+            self._ended.wait(SCRAPE_SECONDS)
 
     def wait_ready(self) -> None:
-        """Wait until the metrics can be scraped."""
+        """Wait until the metrics can be scraped.  Raises RuntimeError if a watcher has ended."""
         self._scraping.set()
-        while not self.scrapes:
-            time.sleep(0.1)
+        while not self._scraped.wait(1):
+            self._raise_if_ended()
         self._pause()
 
     def _pause(self) -> None:
@@ -106,10 +106,13 @@ class Watchers:
         """End them.  Raises RuntimeError if one of them has ended before."""
         self._ended.set()
         self._scraping.set()
-        early = [process.args for process in self._processes if process.poll() is not None]
         with ExitStack() as reaped:
             for process in self._processes:
                 reaped.callback(process.wait)
-                process.kill()
+                reaped.callback(process.kill)
+            self._raise_if_ended()
+
+    def _raise_if_ended(self) -> None:
+        early = [process.args for process in self._processes if process.poll() is not None]
         if early:
             raise RuntimeError(f"these did not watch until the end: {early}")

@@ -131,5 +131,5 @@ def _or_why(make: Callable[[], Json]) -> Json:
     """A bundle is for nodes on which something is wrong."""
     try:
         return make()
-    except Exception as exc:
+    except Exception as exc:  # any: the rest of the bundle is still worth sending
         return {"could not be made": f"{type(exc).__name__}: {exc}"}

@@ -79,7 +79,7 @@ def _run(check: Check, evidence: Evidence, patience: float) -> Finding:
     def look() -> None:
         try:
             found.append(check.look(evidence))
-        except Exception as exc:
+        except Exception as exc:  # any: the other checks are still worth their answers
             said = f"{type(exc).__name__}: {exc}".splitlines()[0]
             found.append(problem(f"could not be checked: {said}"))
 
