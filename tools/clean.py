@@ -7,11 +7,13 @@ while it serves, and the last engine clears up at its end.  Files of running pro
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from dataclasses import asdict
 
 from kvshm._ground.rundir import open_run_directory
-from kvshm._node.leftovers import clear
+from kvshm._node.leftovers import CleanupResult, clear
 from kvshm.config import Config
 
 HELP = "remove what a crash has left"
@@ -30,19 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--namespace", help="of which engines (default: $KVSHM_NAMESPACE)")
     parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Remove the files, print a line for each; return the exit status."""
+    """Remove the files, print what was done; return the exit status."""
     options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    config = Config.from_env(os.environ, options)
+    # No other setting is read: one that is wrong is no reason to leave the files.
+    config = Config.of_place(os.environ, options)
     run_dir = open_run_directory(config.run_dir, os.environ)
     found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
+    if asked.json:
+        print(json.dumps({"dry_run": asked.dry_run, **asdict(found)}, indent=2))
+    else:
+        _print(found, dry_run=asked.dry_run)
+    return EXIT_LEFT if found.left or found.coordinator else EXIT_CLEAN
+
+
+def _print(found: CleanupResult, *, dry_run: bool) -> None:
+    """A line for each file."""
     for what in found.removed:
-        print(f"would remove {what}" if asked.dry_run else f"removed {what}")
+        print(f"would remove {what}" if dry_run else f"removed {what}")
     for what in found.left:
         print(f"left alone: {what}", file=sys.stderr)
     if found.coordinator:
         print(f"nothing done: {found.coordinator}", file=sys.stderr)
-    return EXIT_LEFT if found.left or found.coordinator else EXIT_CLEAN

@@ -3,12 +3,14 @@ nothing that ``kvshm clean`` does not remove."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -56,7 +58,9 @@ def test_who_is_ended_leaves_nothing(node: Node, last: str) -> None:
     assert left(node) == set()
 
 
-def test_a_crash_of_everything_is_cleaned_up_by_a_command(node: Node) -> None:
+def test_a_crash_of_everything_is_cleaned_up_by_a_command(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator, engines = sharing(node)
     coordinator.kill()  # first, or it would clear up
     for engine in engines:
@@ -68,6 +72,11 @@ def test_a_crash_of_everything_is_cleaned_up_by_a_command(node: Node) -> None:
     assert said.returncode == 0
     assert len(said.stdout.splitlines()) == len(crashed) - 1  # a lock file is not worth a line
     assert crashed - left(node) <= {f"{node.namespace}.lock"}
+    monkeypatch.setenv("KVSHM_ROLE", "reader")  # a wrong setting of engines is no reason to refuse
+    as_json = json.loads(clean(node, "--dry-run", "--json").stdout)
+    would_remove = [f"would remove {path}" for path in as_json["removed"]]
+    assert would_remove == said.stdout.splitlines()
+    assert as_json == {"dry_run": True, "removed": ANY, "left": [], "coordinator": ""}
     assert clean(node).returncode == 0
     assert left(node) == set()
     assert clean(node).stdout == ""
