@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_each_stalled_thread_is_told_apart(stalled: Stalled) -> None:
     def as_expected() -> bool:
         nonlocal found
         found = stalled.reasons()
-
+        if found.keys() != begins.keys():
+            return False  # one has not joined yet
         return all(found[pid].startswith(begin) for pid, begin in begins.items()) and (
             {pid for pid, why in found.items() if not why}
             == {stalled.healthy.pid, stalled.stopped.pid}
@@ -136,18 +138,24 @@ def test_a_stopped_engine_without_a_coordinator_is_found_by_its_pid(node: Node) 
     engine.wait_out(lambda line: line == "go")
     engine.signal(signal.SIGSTOP)
     wait_until(lambda: engine.is_stopped, "it stops")
-    for arguments, code in (
-        ("--here --probe serving", 1),
-        ("--here --probe live", 1),
-        ("--here", 3),
-        (f"--engine {engine.pid}", 3),
-        (f"--probe serving --engine {engine.pid}", 1),
-    ):
+    expected = {
+        "--here --probe serving": 1,
+        "--here --probe live": 1,
+        "--here": 3,
+        f"--engine {engine.pid}": 3,
+        f"--probe serving --engine {engine.pid}": 1,
+    }
+
+    def ask(arguments: str) -> subprocess.CompletedProcess[str]:
         place = ("--run-dir", str(node.run_dir))
         command = [sys.executable, "-m", "kvshm.tools.cli", "status", *arguments.split(), *place]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert (arguments, done.returncode) == (arguments, code)
-        assert "no answer within" in done.stdout + done.stderr
+        return subprocess.run(command, capture_output=True, text=True)
+
+    with ThreadPoolExecutor() as pool:  # each waits for an answer for some seconds
+        done = dict(zip(expected, pool.map(ask, expected), strict=True))
+    assert {arguments: each.returncode for arguments, each in done.items()} == expected
+    for each in done.values():
+        assert "no answer within" in each.stdout + each.stderr
 
 
 def test_a_stopped_engine_is_down_and_a_dead_one_has_ended(stalled: Stalled) -> None:

@@ -46,6 +46,8 @@ from kvshm._shm.layout import (
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.segment import Segment
 from kvshm.tools.check import check_once
+from kvshm.tools.metrics.samples import samples_of
+from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, build_report
 
@@ -269,3 +271,8 @@ def dump(run_dir: Path) -> None:
     render(report, everything=True)
     json.dumps(report)
     check_once(run_dir, None)
+
+
+def watch(reader: NodeReader) -> None:
+    """What ``kvshm top``, ``status`` and ``metrics`` do at each of their looks."""
+    samples_of(reader.read(), 0)

@@ -12,13 +12,15 @@ import faulthandler
 import logging
 import random
 import signal
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
-from fuzz_subjects import Index, Subject, Table, dump
+from fuzz_subjects import Index, Subject, Table, dump, watch
 from served import ServedNode
 
 from kvshm.errors import KvshmError
+from kvshm.tools.node.reader import NodeReader
 
 SUBJECTS: dict[str, type[Subject]] = {"table": Table, "index": Index}
 REST_BYTES = 1000
@@ -39,9 +41,16 @@ def flips_of(subject: Subject, dice: random.Random) -> list[tuple[int, int]]:
     return bits + [(offset, dice.randrange(1, 256)) for offset in offsets]
 
 
-def try_all(subject: Subject, run_dir: Path) -> None:
-    dumps = [("dump", lambda: dump(run_dir))]
-    for name, reader in chain(subject.readers(), dumps):
+def try_all(subject: Subject, run_dir: Path, watcher: NodeReader) -> None:
+    tools = [("dump", lambda: dump(run_dir)), ("watch", lambda: watch(watcher))]
+    with NodeReader(run_dir) as begins:
+        tools.append(("watch first", lambda: watch(begins)))
+        _try_all(subject, tools)
+    subject.forget()
+
+
+def _try_all(subject: Subject, tools: Iterable[tuple[str, Callable[[], object]]]) -> None:
+    for name, reader in chain(subject.readers(), tools):
         subject.write()
         try:
             reader()
@@ -49,7 +58,6 @@ def try_all(subject: Subject, run_dir: Path) -> None:
             continue
         except Exception as exc:
             print(f"\n  {name}: {type(exc).__name__}: {exc}", end="")
-    subject.forget()
 
 
 def main() -> None:
@@ -63,12 +71,15 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, chain=True)  # says where it hangs, then ends it
     subject = SUBJECTS[options.subject](ServedNode(options.run_dir, "fuzz"))
+    watcher = NodeReader(options.run_dir)
+    watcher.read()  # maps the sound segment
     part, parts = options.part
     for offset, mask in flips_of(subject, random.Random(options.seed))[part::parts]:
         subject.flip(offset, mask)
         print(f"\n{offset} ^ {mask:#x}", end="", flush=True)
         signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
-        try_all(subject, options.run_dir)
+        try_all(subject, options.run_dir, watcher)
+    watcher.close()
     print("\ndone", flush=True)
 
 

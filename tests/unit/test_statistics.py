@@ -219,7 +219,7 @@ def test_a_hook_shows_its_time_and_that_the_scheduler_goes_round(table: AnyTable
 
 def test_the_oldest_load_under_way_is_known(table: AnyTable) -> None:
     ticks = Ticks()
-    table._ticks = ticks  # type: ignore[method-assign]
+    table._ticks = ticks  # type: ignore[method-assign]  # time as the test says
     oldest = table.take_ticket(2)
     ticks.now = 4000
     younger = table.take_ticket(1)
@@ -234,7 +234,7 @@ def test_the_oldest_load_under_way_is_known(table: AnyTable) -> None:
 
 def test_no_time_of_a_load_under_way_changes_when_all_tickets_are_taken(table: AnyTable) -> None:
     ticks = Ticks()
-    table._ticks = ticks  # type: ignore[method-assign]
+    table._ticks = ticks  # type: ignore[method-assign]  # time as the test says
     assert None not in [table.take_ticket(1) for _ in range(NUM_TICKETS)]
     ticks.now = 9999
     assert table.take_ticket(1) is None
