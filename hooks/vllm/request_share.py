@@ -7,7 +7,7 @@ whose options cannot be understood is not shared: its client may have meant ``sh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from reprlib import repr as short
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from kvshm._ground.log import RateLimit, logger
 from kvshm.config import Share
 from kvshm.halves import BAD_OPTIONS, SchedulerHalf
+
+from .vllm_scheduler import VllmScheduler
 
 log = logger(__name__)
 
@@ -49,16 +51,18 @@ _NOTHING_ASKED = Options()
 
 
 def options_of(request: Any) -> Options:
-    """What the request's ``kv_transfer_params`` ask.  Clients choose them, so they may hold
-    anything."""
+    """What the request's ``kv_transfer_params`` ask."""
     params = request.kv_transfer_params
-    if params is None:
-        return _NOTHING_ASKED
+    return _NOTHING_ASKED if params is None else options_in(params)
+
+
+def options_in(params: object) -> Options:
+    """What these ``kv_transfer_params`` ask.  Clients choose them, so they may hold anything."""
     if not isinstance(params, dict) or len(params) > MOST_KEYS:
         return Options(share=False, mistake=Mistake(ALL, params))
-    meant = next((key for key in params if key != KVSHM and _means_kvshm(str(key)[:100])), None)
-    if meant is not None:
-        return _refused(meant, params[meant])
+    for key, value in params.items():
+        if key != KVSHM and (_means_kvshm(str(key)[:100]) or _holds_options(value)):
+            return _refused(key, value)
     return _read(params[KVSHM]) if KVSHM in params else _NOTHING_ASKED
 
 
@@ -69,6 +73,18 @@ def _read(own: object) -> Options:
         if option not in ANSWERED and (option not in OPTIONS or not isinstance(value, bool)):
             return _refused(option, value)
     return Options(own.get("share", True), own.get("report", False))
+
+
+def _holds_options(value: object) -> bool:
+    """Whether kvshm's options stand one level too deep, or below another name."""
+    if not isinstance(value, dict):
+        return False
+    if len(value) > len(OPTIONS) + len(ANSWERED):
+        return KVSHM in value  # another connector's: not looked through
+    return KVSHM in value or (
+        any(option in value for option in OPTIONS)
+        and all(key in OPTIONS or key in ANSWERED for key in value)
+    )
 
 
 def _refused(option: object, value: object) -> Options:
@@ -95,7 +111,32 @@ class OptionChecks:
 
     def check(self, request: Any) -> None:
         """A request has arrived."""
-        if (mistake := options_of(request).mistake) is None:
+        self._tell(options_of(request).mistake)
+
+    def step_built(self, new: Sequence[Any], vllm: VllmScheduler | None) -> None:
+        """A step is about to be dispatched.  ``new``: what vLLM tells its workers of requests, of
+        sessions anew with each input (NewRequestData); ``vllm``: whose requests they are."""
+        if vllm is None:
+            return
+        for told in new:
+            if (request := vllm.scheduler.requests[told.req_id]).resumable:
+                self._input_begins(request)
+
+    def _input_begins(self, session: Any) -> None:
+        """vLLM keeps the options of a session's first input, and puts the newest input's
+        ``sampling_params`` in the place of the last one's.  An input that is not to be shared ends
+        sharing for the rest: its tokens stand in all that follows."""
+        extra = session.sampling_params.extra_args or {}
+        if extra.get(ALL) is None or not options_of(session).share:
+            return
+        asked = options_in(extra[ALL])
+        self._tell(asked.mistake)
+        if not asked.share:
+            own = {"share": False, "report": options_of(session).report}
+            session.kv_transfer_params = {**(session.kv_transfer_params or {}), KVSHM: own}
+
+    def _tell(self, mistake: Mistake | None) -> None:
+        if mistake is None:
             return
         self._cache.count(BAD_OPTIONS)
         if self._log_limit.allows("request not shared"):
@@ -114,19 +155,23 @@ def explain(mistake: Mistake) -> str:
         return f"{option} has more than {MOST_KEYS} keys"
     if option in (KVSHM, ALL):
         return f"{shown} is not an object"
+    if not _means_kvshm(str(option)[:100]) and _holds_options(value):
+        return f"{shown} holds what belongs into {ALL}[{KVSHM!r}]"
     nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, (*OPTIONS, KVSHM), 0.6)
     remedy = f"did you mean {nearest}?" if nearest else f"there are {' and '.join(OPTIONS)}"
     return f"{shown} is not an option of kvshm; {remedy}"
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16 * MOST_KEYS)  # else a few odd requests in turns cost milliseconds each
 def _means_kvshm(key: str) -> bool:
     """Whether a key that is not kvshm's was meant to be, or is one of its options that stands
     beside it."""
     letters = _letters(key)
     if KVSHM in letters or letters in OPTIONS:
         return True
-    return 4 <= len(key) <= 7 and _nearest(key, (KVSHM,), 0.75) is not None
+    # Four letters in common are what the cutoff needs; the comparison itself takes some 20 us.
+    alike = 4 <= len(key) <= 7 and len(set(KVSHM) & set(key.lower())) >= 4
+    return alike and _nearest(key, (KVSHM,), 0.75) is not None
 
 
 def _shown(value: object) -> str:

@@ -235,6 +235,7 @@ class SchedulerSide:
         leases within the drain budget, return the ranks' work for the step: mostly none."""
         self._step += 1
         tokens = output.total_num_scheduled_tokens
+        self._option_checks.step_built(output.scheduled_new_reqs, self._vllm)
         self._fences = 0 if tokens else self._fences + 1
         news = not tokens or self._describe or self.importer.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
@@ -393,8 +394,7 @@ class SchedulerSide:
     def must_step(self) -> bool:
         """Whether vLLM must step on without requests: with speculation the last blocks are
         published when all ranks have passed a fence.  MAX_FENCES steps at most: a rank may hang."""
-        tracker = self.tracker
-        return tracker is not None and tracker.fence > 0 and self._fences < MAX_FENCES
+        return self._fences < MAX_FENCES and self.tracker is not None and self.tracker.fence > 0
 
     def close(self) -> None:
         self.cache.close()

@@ -78,15 +78,15 @@ def test_long_texts_are_cut(run_dir: Path) -> None:
     assert told.reason == "é" * 500
 
 
-DIES = """
+DIES = r"""
 import os, signal, sys
 from kvshm._ground.declined import declined_now, record_declined
 record_declined(sys.argv[1], sys.argv[2], declined_now("e", "m", "why", on_purpose=True))
 if os.fork() == 0:  # a child must not keep the record alive
-    print("child", flush=True)
+    os.write(1, b"child\n")  # at once, not in pieces between those of the other
     sys.stdin.read()
     os._exit(0)
-print("recorded", flush=True)
+os.write(1, b"recorded\n")
 sys.stdin.read()
 """
 

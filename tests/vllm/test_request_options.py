@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvshm._shm.counters import BAD_OPTIONS
 from kvshm.config import Share
+from kvshm.hooks.vllm import request_share
 from kvshm.hooks.vllm.request_share import (
     ANSWERED,
     OPTIONS,
@@ -24,7 +26,7 @@ from kvshm.hooks.vllm.request_share import (
 )
 
 from .conftest import Lines
-from .scheduling import Make, prompt
+from .scheduling import BLOCK_SIZE, Make, prompt
 
 
 def request(params: Any) -> Any:
@@ -43,6 +45,7 @@ UNDERSTOOD: list[tuple[Any, Options]] = [
     ({"kvshm": {"report": True, "share": False}}, Options(share=False, report=True)),
     ({"kvshm": {**dict.fromkeys(ANSWERED, 3), "share": False}}, Options(share=False)),
     ({"do_remote_prefill": True, "tp_size": 2, "remote_host": "h"}, Options()),
+    ({"other": {"share": False, "lease": 3}, "more": {}, "ids": [1]}, Options()),
 ]
 
 
@@ -72,6 +75,20 @@ MISTAKES = [
     ({"kvshm": False}, "'kvshm': False is not an object"),
     ({"kvshm": None}, "'kvshm': None is not an object"),
     (["kvshm"], "'kv_transfer_params': ['kvshm'] is not an object"),
+    (
+        {"connectors": {"kvshm": {"share": False}}},
+        "'connectors': {'kvshm': {'share': False}} holds what belongs into "
+        "kv_transfer_params['kvshm']",
+    ),
+    (
+        {"shm": {"share": False}},
+        "'shm': {'share': False} holds what belongs into kv_transfer_params['kvshm']",
+    ),
+    (
+        {"x": {"kvshm": 1, **{str(n): n for n in range(9)}}},
+        "'x': {'0': 0, '1': 1, '2': 2, '3': 3, ...} holds what belongs into "
+        "kv_transfer_params['kvshm']",
+    ),
     (
         {"kvshmm": {"share": False}},
         "'kvshmm': {'share': False} is not an option of kvshm; did you mean kvshm?",
@@ -130,3 +147,58 @@ def test_a_mistake_counts_once_a_request_and_is_logged_once_a_minute(
         "kvshm: request not shared: 'sahre': False is not an option of kvshm; did you mean share?"
     ]
     assert e.ready()
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "bad"),
+    [
+        (None, {"share": False}, 0),
+        ({"report": True}, {"sahre": False}, 1),
+        ({"share": False}, None, 0),
+    ],
+)
+def test_an_input_of_a_session_that_is_not_to_be_shared_ends_sharing_for_the_rest(
+    engine: Make, first: Any, later: Any, bad: int
+) -> None:
+    def asking(own: Any) -> dict[str, Any] | None:
+        return own and {"kv_transfer_params": {"kvshm": own, "other": 1}}
+
+    e = engine()
+    e.add("s", prompt(2), max_tokens=1, extra_args=asking(first), resumable=True)
+    e.step()
+    e.step()
+    shared = len(e.ready())
+    assert bool(shared) is (first != {"share": False})
+    for start, asked in ((700, later), (900, None)):  # the one after it says nothing
+        e.continue_session("s", prompt(2, first=start), max_tokens=1, extra_args=asking(asked))
+        for _ in range(3):
+            e.step()
+    session = e.scheduler.requests["s"]
+    assert session.num_computed_tokens >= 6 * BLOCK_SIZE
+    assert len(e.ready()) == shared
+    assert e.table.counters.read(BAD_OPTIONS) == bad
+    assert options_of(session).report is bool(first and first.get("report"))
+    e.add("r", prompt(2, first=5000), max_tokens=1)  # others go on sharing
+    e.step()
+    e.step()
+    assert len(e.ready()) > shared
+
+
+def test_an_input_of_a_session_that_says_nothing_is_shared(engine: Make) -> None:
+    e = engine()
+    e.add("s", prompt(2), max_tokens=1, resumable=True)
+    e.step()
+    e.continue_session("s", prompt(2, first=700), max_tokens=1)
+    for _ in range(3):
+        e.step()
+    assert len(e.ready()) == 4
+
+
+def test_many_odd_keys_cost_little_when_they_come_again() -> None:
+    odd = [{"".join(p) + str(n): 1 for p in permutations("mhsv")} for n in range(40)]
+    for params in odd:
+        options_of(request(params))
+    before = request_share._means_kvshm.cache_info().misses
+    for params in odd:
+        options_of(request(params))
+    assert request_share._means_kvshm.cache_info().misses == before
