@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from kvshm._ground.rundir import open_run_directory
+from kvshm._ground.rundir import choose_run_directory, open_run_directory
 from kvshm._node.leftovers import CleanupResult, clear
 from kvshm.config import Config
 
@@ -41,8 +41,12 @@ def run(asked: argparse.Namespace) -> int:
     options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
     # No other setting is read: one that is wrong is no reason to leave the files.
     config = Config.of_place(os.environ, options)
-    run_dir = open_run_directory(config.run_dir, os.environ)
-    found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
+    if os.path.lexists(place := choose_run_directory(config.run_dir, os.environ)):
+        run_dir = open_run_directory(config.run_dir, os.environ)
+        found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
+    else:
+        print(f"nothing to do: there is no directory {place}", file=sys.stderr)
+        found = CleanupResult()
     if asked.json:
         print(json.dumps({"dry_run": asked.dry_run, **asdict(found)}, indent=2))
     else:

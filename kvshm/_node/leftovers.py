@@ -70,6 +70,8 @@ def clear(
         if not alone:
             found.coordinator = f"another process cleans up in {run_dir}"
             return found
+        lock = lock_path(run_dir, namespace)
+        kept = dry_run and lock.exists()
         try:
             fd = take_namespace(run_dir, namespace)
         except AlreadyRunning as exc:
@@ -79,7 +81,8 @@ def clear(
             left = _left_by_coordinator(run_dir, namespace) + left_by_engines(run_dir, namespace)
             for path in left:
                 _remove(path, found, dry_run)
-            lock_path(run_dir, namespace).unlink(missing_ok=True)
+            if not kept:
+                lock.unlink(missing_ok=True)
         finally:
             os.close(fd)
     return found

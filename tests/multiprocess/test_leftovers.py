@@ -71,7 +71,7 @@ def test_a_crash_of_everything_is_cleaned_up_by_a_command(
     said = clean(node, "--dry-run")
     assert said.returncode == 0
     assert len(said.stdout.splitlines()) == len(crashed) - 1  # a lock file is not worth a line
-    assert crashed - left(node) <= {f"{node.namespace}.lock"}
+    assert left(node) == crashed
     monkeypatch.setenv("KVSHM_ROLE", "reader")  # a wrong setting of engines is no reason to refuse
     as_json = json.loads(clean(node, "--dry-run", "--json").stdout)
     would_remove = [f"would remove {path}" for path in as_json["removed"]]
@@ -80,6 +80,19 @@ def test_a_crash_of_everything_is_cleaned_up_by_a_command(
     assert clean(node).returncode == 0
     assert left(node) == set()
     assert clean(node).stdout == ""
+    assert left(node) == set()
+    clean(node, "--dry-run")
+    assert left(node) == set()
+
+
+def test_a_mistyped_directory_is_named_and_not_made(node: Node) -> None:
+    mistyped = node.run_dir / "typo"
+    told = clean(node, "--dry-run", "--run-dir", str(mistyped))
+    assert (told.returncode, told.stderr) == (
+        0,
+        f"nothing to do: there is no directory {mistyped}\n",
+    )
+    assert not mistyped.exists()
 
 
 def names_of(engine: Managed, node: Node) -> set[str]:

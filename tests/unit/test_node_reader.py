@@ -194,6 +194,38 @@ def test_engines_of_one_name_get_labels_of_their_own(
     assert {*engines(reader)} == {"vllm-1-0000000000000001", "vllm-1-0000000000000002", "other"}
 
 
+def test_no_label_changes_when_others_of_the_name_come_and_go(
+    served: ServedNode, reader: NodeReader
+) -> None:
+    def labels() -> dict[int, str]:
+        return {engine.epoch: engine.label for engine in space(reader).engines}
+
+    first = served.serve("e", 1, pid=7)
+    assert labels() == {1: "e"}
+    other = served.serve("e", 2, pid=8)
+    assert labels() == {1: "e", 2: "e-0000000000000002"}
+    dies(first.table)
+    assert labels() == {1: "e", 2: "e-0000000000000002"}
+    served.serve("e", 3, pid=9)
+    three = {1: "e", 2: "e-0000000000000002", 3: "e-0000000000000003"}
+    assert labels() == three
+    dies(other.table)
+    assert labels() == three
+
+
+def test_an_engine_that_is_started_again_has_its_label(
+    served: ServedNode, reader: NodeReader
+) -> None:
+    first = served.serve("e", 1, pid=7)
+    assert {*engines(reader)} == {"e"}
+    dies(first.table)
+    served.serve("e", 2, pid=8)
+    assert {label: engine.epoch for label, engine in engines(reader).items()} == {
+        "e": 2,
+        "e-0000000000000001": 1,
+    }
+
+
 def test_whether_the_coordinator_goes_round_is_seen_in_the_tables_of_its_roster(
     served: ServedNode, reader: NodeReader, clock: Clock
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -103,6 +103,8 @@ class NodeReader:
         self._looks = 0
         self._blocks: dict[str, dict[Epoch, Blocks]] = {}
         self._mapped: dict[tuple[str, Epoch], _Mapped] = {}
+        self._labels: dict[str, dict[Epoch, str]] = {}
+        """By namespace: those of the last look."""
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
     def __enter__(self) -> NodeReader:
@@ -239,11 +241,17 @@ class NodeReader:
             name=space,
             coordinated=False,
             coordinator_answers=False,
-            engines=tuple(_with_labels(list(_latest(engines)))),
+            engines=self._with_labels(space, list(_latest(engines))),
             ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
             unreadable=unreadable,
             pids_here={each.epoch: each.pid_here for each in mapped if each.pid_here},
         )
+
+    def _with_labels(
+        self, space: str, engines: Sequence[EngineReading]
+    ) -> tuple[EngineReading, ...]:
+        labels = self._labels[space] = _labels(engines, self._labels.get(space, {}))
+        return tuple(replace(engine, label=labels[engine.epoch]) for engine in engines)
 
     def _with_coordinator(self, space: NamespaceReading) -> NamespaceReading:
         """Add what is known of the coordinator.  On a thread of the pool."""
@@ -327,9 +335,15 @@ def _latest(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
     return (e for e in engines if not e.retired or begun.get((e.name, e.pid), e.epoch) == e.epoch)
 
 
-def _with_labels(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
-    """In containers several engines may have one name."""
-    times = Counter(engine.name for engine in engines)
-    for engine in engines:
-        unique = engine.name if times[engine.name] == 1 else f"{engine.name}-{engine.epoch:016x}"
-        yield replace(engine, label=unique)
+def _labels(engines: Sequence[EngineReading], before: Mapping[Epoch, str]) -> dict[Epoch, str]:
+    """Names, with the epoch where several engines have one, as in containers.  ``before``: the
+    labels of the last look.  A living engine keeps its label, which its time series have; one that
+    begins where another of its name has ended takes over that one's."""
+    labels: dict[Epoch, str] = {}
+    alike = Counter((engine.is_readable, engine.name) for engine in engines)
+    for engine in sorted(engines, key=lambda e: (not e.is_readable, e.epoch not in before)):
+        unique = f"{engine.name}-{engine.epoch:016x}"
+        first = engine.name if alike[engine.is_readable, engine.name] == 1 else unique
+        wanted = before.get(engine.epoch, first)
+        labels[engine.epoch] = unique if wanted in labels.values() else wanted
+    return labels
