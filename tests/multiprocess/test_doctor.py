@@ -136,6 +136,9 @@ SECRETS = {
     "HF_TOKEN": "hf_hunter2",
     "KVSHM_PASSWORD": "hunter2",
     "KVSHM_LOG_FILE": "/srv/homes/secretuser/log",
+    "VLLM_PLUGINS": f"{socket.gethostname()}_kv,secretuser_kv",
+    "LOGNAME": "sécrétuser",
+    "PYTORCH_ALLOC_CONF": "/ä/sécrétuser",
 }
 
 
@@ -156,7 +159,15 @@ def test_a_bundle_has_what_a_report_needs_and_no_secrets(node: Node, tmp_path: P
     assert sorted(texts) == sorted(f"kvshm-doctor/{name}.json" for name in names)
     assert owners == {(0, "")}
     every = "\n".join(texts.values())
-    for secret in ("hunter2", "secretuser", "/srv/homes", socket.gethostname(), "toy_engine.py"):
+    for secret in (
+        "hunter2",
+        "secretuser",
+        "sécrétuser",
+        "cr\\u00e9tuser",
+        "/srv/homes",
+        socket.gethostname(),
+        "toy_engine.py",
+    ):
         assert secret not in every, secret
     hashes = [
         slot.block_hash.hex()

@@ -85,15 +85,23 @@ def command(node: Node, *options: str) -> list[str]:
     return [sys.executable, "-P", "-m", "kvshm.tools.cli", "top", *place, *options]
 
 
-def in_shell(node: Node, *options: str) -> list[str]:
+def in_shell(node: Node, *options: str, stdin: str = "") -> list[str]:
     """The command, after which its exit status stays on the screen."""
     return [
         "sh",
         "-c",
-        'trap : INT; "$@"; echo "ended with $?"; exec cat',
+        f'trap : INT; "$@" {stdin}; echo "ended with $?"; exec cat',
         "sh",
         *command(node, *options),
     ]
+
+
+def keys_of(shown: Terminal) -> set[str]:
+    """With which keys this terminal stops and kills what runs in it."""
+    told = subprocess.run(
+        ["stty", "-a", "-F", shown.state("pane_tty")], capture_output=True, text=True, check=True
+    )
+    return {each for each in re.split(r"[;\n] ?", told.stdout) if each[:4] in ("quit", "susp")}
 
 
 def label(engine: Managed) -> str:
@@ -153,6 +161,14 @@ def test_it_shows_the_node_and_its_dead_in_any_size(busy: Busy) -> None:
     *_, killed, other, stopped = busy.engines
     with terminal(in_shell(busy.node), *NARROW) as shown:
         shown.wait_for(lambda s: "engines 8/8" in s, "a first frame")
+        assert keys_of(shown) == {"quit = <undef>", "susp = <undef>"}, "the shell would go on in it"
+        ends_by(shown, "C-c")
+        assert keys_of(shown) == {"quit = ^\\", "susp = ^Z"}
+    with terminal(["env", "TERM=dumb", *in_shell(busy.node)], *NARROW) as shown:
+        shown.wait_for(lambda s: "engines 8/8" in s, "a frame without an alternate screen")
+        assert shown.state("alternate_on") == "0"
+    with terminal(in_shell(busy.node, stdin="<&-"), *NARROW) as shown:
+        shown.wait_for(lambda s: "engines 8/8" in s, "a frame without a keyboard")
         ends_by(shown, "C-c")
     stopped.signal(signal.SIGSTOP)
     with terminal(in_shell(busy.node, "--interval", "0.2"), *WIDE) as shown:

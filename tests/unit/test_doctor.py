@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.declined import declined_now, forget_declined, record_declined
 from kvshm._ground.ids import Epoch
+from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.doctor import devices, engines, machine, place
 from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
@@ -217,11 +219,24 @@ def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Serv
     assert engines.versions(seen).text.startswith("b: refused: upgrade kvshm in")
 
 
-def test_a_segment_that_cannot_be_read_is_a_problem(served: ServedNode) -> None:
+def test_an_engine_that_does_not_answer_is_a_problem_and_not_one_of_versions(
+    served: ServedNode,
+) -> None:
     with silent_engine(served, 5):
-        found = engines.versions(look(served))
+        seen = look(served)
+    found = engines.health(seen)
     assert found.result is Result.PROBLEM
-    assert found.text.startswith("engine of epoch 0000000000000005: ")
+    assert found.text.startswith(f"engine of epoch 0000000000000005, pid {os.getpid()}: ")
+    assert engines.versions(seen).result is Result.OK
+
+
+def test_a_segment_of_another_version_is_a_problem(served: ServedNode) -> None:
+    table = served.serve("old", 5).table
+    struct.pack_into("<I", table._segment.buffer, VERSION_OFFSET, LAYOUT_VERSION + 1)
+    seen = look(served)
+    assert engines.versions(seen).result is Result.PROBLEM
+    assert engines.versions(seen).text.startswith("engine of epoch 0000000000000005")
+    assert "does not answer" not in engines.health(seen).text
 
 
 def test_dead_engines_and_failed_hooks_are_problems(

@@ -48,7 +48,8 @@ def write_bundle(file: Path, seen: Evidence, findings: Findings) -> None:
     redact = redactor(seen.environ)
     with os.fdopen(fd, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
         for name, content in _contents(seen, findings):
-            text = redact(json.dumps(content, indent=2, default=str)).encode()
+            plain = json.loads(json.dumps(content, default=str))
+            text = json.dumps(_every_text(plain, redact), indent=2).encode()
             entry = tarfile.TarInfo(f"kvshm-doctor/{name}.json")
             entry.size, entry.mode = len(text), 0o600
             archive.addfile(entry, io.BytesIO(text))
@@ -66,7 +67,7 @@ def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
     replaced += [(user, "USER") for user in users]
     replaced += [(name, "HOST") for name in {machine, machine.partition(".")[0]}]
     rules = [
-        (re.compile(rf"(?<![\w-]){re.escape(secret)}(?![\w-])"), instead)
+        (re.compile(rf"(?<![^\W_])(?<!-){re.escape(secret)}(?![^\W_]|-)"), instead)
         for secret, instead in sorted(replaced, key=lambda rule: -len(rule[0]))
         if secret
     ]
@@ -110,6 +111,15 @@ def _dump(seen: Evidence) -> Json:
     report = build_report(seen.run_dir, seen.namespace, Filters())
     shown: Json = _without_hashes(report)
     return shown
+
+
+def _every_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The same JSON with each key and text changed."""
+    if isinstance(value, dict):
+        return {change(key): _every_text(one, change) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_every_text(one, change) for one in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _without_hashes(value: Any) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+from kvshm._ground.ids import Epoch
 from kvshm._node.incompatible import differing_field
 
 from ..node.health import Limits, State, judge, judge_coordinator
-from ..node.reading import EngineReading
+from ..node.reading import EngineReading, NamespaceReading
 from ..top.copies import find_copies
 from ..top.rates import measure
 from .checks import Finding, judged, not_applicable, ok, problem, warning
@@ -39,6 +40,11 @@ def health(seen: Evidence) -> Finding:
             judgement = judge(engine, space, seen.reading.at_ns, LIMITS)
             if judgement.state is not State.HEALTHY:
                 found.append(f"{engine.label}: {', '.join(judgement.reasons)}")
+        found += [
+            _cannot_be_read(space, epoch) for epoch in space.unreadable if epoch in space.silent
+        ]
+    if found:
+        return problem("; ".join(found))
     return _of_engines(seen, found, "all live, and their loops go round", problem)
 
 
@@ -54,14 +60,20 @@ def hook_errors(seen: Evidence) -> Finding:
 def versions(seen: Evidence) -> Finding:
     """Segments of another layout or that make no sense, and refusals for another version."""
     unreadable = [
-        f"engine of epoch {epoch:016x}: {why}"
+        _cannot_be_read(space, epoch)
         for space in seen.reading.namespaces
-        for epoch, why in space.unreadable.items()
+        for epoch in space.unreadable
+        if epoch not in space.silent
     ]
     logged = [*_logged(seen, lambda text: "upgrade kvshm" in text)]
     if not seen.reading.namespaces:
         return not_applicable(NO_ENGINE)
     return judged(unreadable + logged, "every segment is of this version", problem)
+
+
+def _cannot_be_read(space: NamespaceReading, epoch: Epoch) -> str:
+    pid = f", pid {space.pids_here[epoch]}" if epoch in space.pids_here else ""
+    return f"engine of epoch {epoch:016x}{pid}: {space.unreadable[epoch]}"
 
 
 def fingerprints(seen: Evidence) -> Finding:

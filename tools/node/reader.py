@@ -67,6 +67,8 @@ class _Mapped:
         self.answers = False
         self.pid_here = 0
         self.problem = ""
+        self.silent = False
+        """Whether the problem is that it does not answer."""
         self.gone_since: float | None = None
         """When its socket, or its process, was first seen to be gone."""
 
@@ -200,7 +202,8 @@ class NodeReader:
             if mapped.table is not None or not is_served(mapped.path):
                 return
             mapped.problem = str(exc)
-            if not isinstance(exc.__cause__, TransportError):
+            mapped.silent = isinstance(exc.__cause__, TransportError)
+            if not mapped.silent:
                 return
             try:
                 table = handouts.table_from_coordinator(mapped.epoch)
@@ -244,6 +247,7 @@ class NodeReader:
             engines=self._with_labels(space, list(_latest(engines))),
             ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
             unreadable=unreadable,
+            silent=frozenset(m.epoch for m in mapped if m.problem and m.silent),
             pids_here={each.epoch: each.pid_here for each in mapped if each.pid_here},
         )
 

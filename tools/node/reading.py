@@ -134,6 +134,8 @@ class NamespaceReading:
     """Engines whose processes have ended, and of which a socket is left."""
     unreadable: Mapping[Epoch, str] = field(default_factory=dict)
     """Engines of which nothing can be shown, and why."""
+    silent: frozenset[Epoch] = frozenset()
+    """Those of them that do not answer: stopped, or out of descriptors."""
     pids_here: Mapping[Epoch, int] = field(default_factory=dict)
     """The pids of engines in this process's container, also of those that cannot be read."""
     declined: tuple[Declined, ...] = ()

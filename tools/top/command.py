@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def _show(asked: argparse.Namespace, looks: Looks, show: Callable[[View], None])
     if asked.once:
         time.sleep(asked.interval)
         show(looks.look_once_more())
-    elif asked.json or not sys.stdout.isatty():
+    elif asked.json or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         _print_on(asked.interval, looks, show)
     else:
         from .screen import Screen

@@ -72,7 +72,8 @@ class Screen:
             pass
         finally:
             self._ended.set()
-            thread.join()  # the reader's memory is unmapped after this
+            if thread.ident is not None:
+                thread.join()  # the reader's memory is unmapped after this
             for end in (self._told, self._tell):
                 os.close(end)
         if self._failure is not None:
@@ -91,12 +92,12 @@ class Screen:
 
     def _wait(self) -> bool:
         """Wait until there is something to show; return whether the user has asked for the end."""
-        sources = [self._told, *([sys.stdin.fileno()] if sys.stdin.isatty() else [])]
-        ready, _, _ = select.select(sources, [], [])
+        keys = _keyboard()
+        ready, _, _ = select.select([self._told, *keys], [], [])
         if self._told in ready:
             os.read(self._told, 4096)
-        if sys.stdin.fileno() in ready:
-            typed = os.read(sys.stdin.fileno(), 4096)
+        for key in {*keys} & {*ready}:
+            typed = os.read(key, 4096)
             return not typed or b"q" in typed or b"Q" in typed
         return False
 
@@ -133,15 +134,25 @@ class Screen:
                 signal.signal(number, handler)
 
 
+def _keyboard() -> list[int]:
+    """The descriptor from which keys come; none if nobody can type."""
+    typing = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
+    return [sys.stdin.fileno()] if typing else []
+
+
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Get keys without Enter, and show none of them."""
-    if not sys.stdin.isatty():
+    """Get keys without Enter, and show none of them.  Ctrl-Z and Ctrl-\\ do nothing: the shell
+    would go on in the alternate screen."""
+    if not (keys := _keyboard()):
         yield
         return
-    terminal = sys.stdin.fileno()
+    (terminal,) = keys
     before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
+    changed = termios.tcgetattr(terminal)
+    changed[6][termios.VSUSP] = changed[6][termios.VQUIT] = os.fpathconf(terminal, "PC_VDISABLE")
+    termios.tcsetattr(terminal, termios.TCSADRAIN, changed)
     try:
         yield
     finally:
