@@ -37,11 +37,16 @@ def results(node: Node, around: Sequence[str] = ()) -> dict[str, tuple[str, str]
     return {check["check"]: (check["result"], check["found"]) for check in told["checks"]}
 
 
-def process(node: Node, **environ: str) -> Managed:
+def process(node: Node, *arguments: str, **environ: str) -> Managed:
     """One that was started as an engine is, with this in its environment, and waits."""
     place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
     started = node.processes.start(
-        "sleeps", sys.executable, "-c", SLEEPS, environ={"KVSHM_ENABLE": "1", **place, **environ}
+        "sleeps",
+        sys.executable,
+        "-c",
+        SLEEPS,
+        *arguments,
+        environ={"KVSHM_ENABLE": "1", **place, **environ},
     )
     started.wait_out(lambda line: line == "open")
     return started
@@ -117,6 +122,30 @@ def test_what_engine_processes_were_started_with_is_judged(node: Node) -> None:
         in (found["engines elsewhere"][1])
     )
     assert f"engine process {other.pid} uses namespace other" in found["engines elsewhere"][1]
+
+
+def test_engines_are_found_however_they_are_enabled_and_others_are_not_taken_for_one(
+    node: Node, tmp_path: Path
+) -> None:
+    enabling, broken = tmp_path / "on.toml", tmp_path / "broken.toml"
+    enabling.write_text("enable = true\n")
+    broken.write_text("enable = \n")
+    by_file = process(node, KVSHM_ENABLE="", KVSHM_CONFIG=str(enabling), PYTHONHASHSEED="1")
+    bad_file = process(node, KVSHM_ENABLE="", KVSHM_CONFIG=str(broken), PYTHONHASHSEED="1")
+    connector = '{"kv_connector": "KvshmConnector"}'
+    by_argument = process(node, connector, KVSHM_ENABLE="", PYTHONHASHSEED="2")
+    process(node, KVSHM_ENABLE="0", KVSHM_CONFIG=str(enabling), PYTHONHASHSEED="3")
+    process(node, KVSHM_ENABLE="", PYTHONHASHSEED="4")
+    place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
+    command = [sys.executable, "-P", "-m", "kvshm.coordinator"]
+    coordinator = node.processes.start(
+        "coordinator", *command, environ={"KVSHM_ENABLE": "1", "PYTHONHASHSEED": "5", **place}
+    )
+    coordinator.wait_err("event=serving")
+    found = results(node)
+    pids = f"{by_file.pid}, {bad_file.pid}; 2 in {by_argument.pid}"
+    assert found["hash seeds"] == ("problem", f"PYTHONHASHSEED differs: 1 in {pids}")
+    assert str(broken) in found["settings"][1]
 
 
 def test_a_small_dev_shm_is_a_problem(node: Node) -> None:

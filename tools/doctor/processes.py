@@ -1,4 +1,5 @@
-"""Processes of this user in whose environment kvshm is enabled.
+"""Processes of this user that were started with kvshm enabled: by a variable, by the file that
+KVSHM_CONFIG names, or by a --kv-transfer-config with its connector.
 
 Of an environment only the variables of NAMED and PREFIX are kept; it is that of the process's
 start.  Processes of other users cannot be read: they are counted, no more.
@@ -10,6 +11,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvshm._ground import setting_sources
+from kvshm.errors import ConfigError
 
 PREFIX = "KVSHM_"
 NAMED = {
@@ -23,11 +27,17 @@ NAMED = {
     "XDG_RUNTIME_DIR",
 }
 ENABLED = {"1", "true", "yes", "on"}
+CONNECTOR = b"KvshmConnector"
+"""As a --kv-transfer-config names it."""
+_COMMANDS = {b"kvshm", b"kvshm-coordinator", b"kvshm.coordinator", b"kvshm.tools.cli"}
+"""Programs and modules of kvshm's own, which are no engines."""
+_FIRST_ARGUMENTS = 5
+"""Among which their names stand: of the interpreter, its options, -m and a module."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process in whose environment kvshm is enabled."""
+    """One process that was started with kvshm enabled."""
 
     pid: int
     environ: Mapping[str, str]
@@ -52,14 +62,32 @@ def find_processes(proc: Path, without: frozenset[int]) -> Processes:
             continue
         try:
             environ = dict(_named((proc / str(pid) / "environ").read_bytes()))
+            argv = (proc / str(pid) / "cmdline").read_bytes()
         except PermissionError:
             unread += 1
             continue
         except OSError:  # it has ended
             continue
-        if environ.get("KVSHM_ENABLE", "").lower() in ENABLED:
+        if not _is_command(argv) and (_is_enabled(environ) or CONNECTOR in argv):
             enabled.append(Process(pid, environ, proc / str(pid) / "root"))
     return Processes(tuple(enabled), unread)
+
+
+def _is_command(argv: bytes) -> bool:
+    first = argv.split(b"\0")[:_FIRST_ARGUMENTS]
+    return any(os.path.basename(argument) in _COMMANDS for argument in first)
+
+
+def _is_enabled(environ: Mapping[str, str]) -> bool:
+    """The variable counts more than the file.  A file that cannot be used is one that the checks of
+    settings have to name."""
+    if said := environ.get("KVSHM_ENABLE", ""):
+        return said.lower() in ENABLED
+    try:
+        keys = setting_sources.read_file(environ).keys
+    except ConfigError:
+        return True
+    return keys.get("enable") is True
 
 
 def own_line(proc: Path) -> frozenset[int]:

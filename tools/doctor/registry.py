@@ -44,7 +44,7 @@ CHECKS = (
     ),
     Check(
         "engines elsewhere",
-        "processes with KVSHM_ENABLE=1 that use another run directory or namespace",
+        "processes in which kvshm is enabled that use another run directory or namespace",
         "give all engines that are to share the same KVSHM_RUN_DIR and KVSHM_NAMESPACE",
         place.elsewhere,
     ),

@@ -14,7 +14,7 @@ from .place import using_this
 from .processes import ENABLED, Process
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-NOBODY = "no process with KVSHM_ENABLE=1 uses this run directory"
+NOBODY = "no process in which kvshm is enabled uses this run directory"
 
 
 def own_settings(seen: Evidence) -> Finding:
