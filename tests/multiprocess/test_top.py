@@ -164,7 +164,7 @@ def test_it_shows_the_node_and_its_dead_in_any_size(busy: Busy) -> None:
         assert keys_of(shown) == {"quit = <undef>", "susp = <undef>"}, "the shell would go on in it"
         ends_by(shown, "C-c")
         assert keys_of(shown) == {"quit = ^\\", "susp = ^Z"}
-    with terminal(["env", "TERM=dumb", *in_shell(busy.node)], *NARROW) as shown:
+    with terminal(["env", "TERM=dumb", *in_shell(busy.node)], 200, 200) as shown:  # a frame scrolls
         shown.wait_for(lambda s: "engines 8/8" in s, "a frame without an alternate screen")
         assert shown.state("alternate_on") == "0"
     with terminal(in_shell(busy.node, stdin="<&-"), *NARROW) as shown:

@@ -21,7 +21,7 @@ from kvshm._shm.traffic import Traffic
 from kvshm.tools.doctor import devices, engines, machine, place
 from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
 from kvshm.tools.doctor.evidence import Evidence, gather
-from kvshm.tools.doctor.processes import Process, Processes
+from kvshm.tools.doctor.processes import Process, Processes, find_processes
 from kvshm.tools.node.reading import PeerReading
 
 from .dumps import DEAD_PID, coordinator_of, dies, silent_engine
@@ -202,6 +202,20 @@ def test_files_of_dead_processes_are_told(served: ServedNode) -> None:
     found = place.leftovers(look(served))
     assert found.result is Result.WARNING
     assert found.text.startswith("1 left by dead processes, for example ")
+
+
+# -- processes
+
+
+def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
+    for pid, text in ((7, "enable = true"), (8, "enable = "), (9, "enable = true"), (10, "")):
+        (tmp_path / f"{pid}.toml").write_text(text)
+        (tmp_path / str(pid)).mkdir()
+        environ = f"KVSHM_CONFIG={tmp_path}/{pid}.toml\0"
+        (tmp_path / str(pid) / "environ").write_text(environ)
+        (tmp_path / str(pid) / "cmdline").write_text("vllm\0serve\0")
+    found = find_processes(tmp_path, frozenset({9}))
+    assert [process.pid for process in found.enabled] == [7]
 
 
 # -- engines

@@ -79,14 +79,13 @@ def _is_command(argv: bytes) -> bool:
 
 
 def _is_enabled(environ: Mapping[str, str]) -> bool:
-    """The variable counts more than the file.  A file that cannot be used is one that the checks of
-    settings have to name."""
+    """The variable counts more than the file.  With a file that cannot be used no engine starts."""
     if said := environ.get("KVSHM_ENABLE", ""):
         return said.lower() in ENABLED
     try:
         keys = setting_sources.read_file(environ).keys
     except ConfigError:
-        return True
+        return False
     return keys.get("enable") is True
 
 
