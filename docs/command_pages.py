@@ -83,7 +83,9 @@ def _index() -> Iterator[str]:
         yield f"| [`kvshm {name}`]({name}.md){aliases} | {_escaped(command.HELP)} |"
     yield ""
     yield "Every command has `--help`. Exit status 2 always means a wrong command line, a bad"
-    yield "setting or a missing package, which a line on stderr names; 130 means an interrupt, and"
+    yield "setting or a missing package, and 4 that no engine is called as `--engine` says (a probe"
+    yield "answers 1, no): a line on stderr says which, and with `--json`, too, nothing stands on"
+    yield "stdout. That there is nothing to show is an answer, and JSON. 130 is an interrupt, and"
     yield "141 that the reader of the output has gone (`| head`)."
 
 

@@ -17,10 +17,13 @@ from typing import Protocol
 from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
 
 from .closed_pipe import run_until_pipe_closes
+from .options import NoSuchEngine
 from .plain_text import clean
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 """Of every command: it could not do its work; a wrong command line or a bad setting."""
+EXIT_NO_ENGINE = 4
+"""Of every command with --engine, but probes: no engine is called so."""
 EXIT_INTERRUPTED = 130
 EXTRAS = {
     "numpy": "kv",
@@ -59,6 +62,8 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         return EXIT_USAGE
     except (KvshmError, OSError, MemoryError) as exc:
         print(f"kvshm {name}: {clean(str(exc)) or 'not enough memory'}", file=sys.stderr)
+        if isinstance(exc, NoSuchEngine):
+            return EXIT_NO_ENGINE
         mistake = isinstance(exc, ConfigError | RunDirectoryError)
         return EXIT_USAGE if mistake else EXIT_FAILED
 

@@ -3,8 +3,8 @@
 Asks the engines in the run directory, works without a coordinator, maps everything read-only, and
 names engines that have ended and left a socket.  Run it as the engines' user, on a machine or in a
 container that has their run directory.  Exit status: 0; 1 if there is nothing to show; 2 for a
-wrong command line or setting; 3 if ``--check`` found a violation.  A coordinator without engines
-is something to show, unless an option asks for engines or blocks.
+wrong command line or setting; 3 if ``--check`` found a violation; 4 if no engine is called so.  A
+coordinator without engines is something to show, unless an option asks for engines or blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvshm.errors import ConfigError
 
 from .check import Findings, check
 from .commands import run_alone
-from .options import add_selection, find_place
+from .options import NoSuchEngine, add_selection, find_place
 from .plain_text import clean, cleaned
 from .render import ended, name_of, render
 from .report import Filters, Json, build_report
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show what kvshm has in shared memory (read-only)."
     parser.epilog = (
         "exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check found "
-        "something wrong"
+        "something wrong; 4 no engine is called so"
     )
     add = parser.add_argument
     add_selection(parser)
@@ -99,6 +99,15 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     return 0
 
 
+def _check_engine(run_dir: Path, namespace: str | None, wanted: str) -> None:
+    """Raises NoSuchEngine if no engine is called so."""
+    parts = ("engines", "replicas", "unreadable", "ended")
+    meant = _report(run_dir, namespace, Filters(wanted))["namespaces"]
+    if not any(space[part] for space in meant for part in parts):
+        every = _report(run_dir, namespace, Filters())["namespaces"]
+        raise NoSuchEngine(wanted, [e["engine"] for space in every for e in space["engines"]])
+
+
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
     """Print the report; return the exit status."""
     filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
@@ -107,6 +116,8 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
     if not filters.selective:
         parts.append("coordinator")  # a coordinator without engines is worth showing
     empty = not any(space[part] for space in report["namespaces"] for part in parts)
+    if empty and asked.engine is not None:
+        _check_engine(run_dir, namespace, asked.engine)
     if asked.json:
         print(json.dumps(report, indent=2))
     elif not empty:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from .commands import EXIT_FAILED
 from .fetching import slots_in_use
 from .node.reader import NodeReader
-from .node.reading import EngineReading
-from .options import add_selection, find_place
+from .node.reading import EngineReading, NamespaceReading, PeerReading
+from .options import add_selection, find_place, select
 from .plain_text import cleaned
-from .status import select
 from .tables import Columns, Json, table
 
 HELP = "who holds leases on whose blocks, and for how long"
-EXIT_NONE = 1
 NANOSECONDS = 1_000_000_000
 
 _COLUMNS: Columns = {
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cleared by the coordinator, and by their exporter when it needs the blocks."
     )
     parser.epilog = (
-        "exit status: 0; 1 nobody holds a lease, or there is no such engine; 2 wrong command line "
-        "or setting"
+        "exit status: 0, also if nobody holds a lease; 1 nothing of kvshm runs; 2 wrong command "
+        "line or setting; 4 no engine is called so"
     )
     add_selection(parser)
 
@@ -46,16 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace) -> int:
     """Print one line for each holder and exporter; return the exit status."""
     run_dir, namespace = find_place(asked)
-    with NodeReader(run_dir, namespace, replicas=False) as reader:
+    with NodeReader(run_dir, namespace) as reader:
         reading = reader.read()
-        if asked.engine is not None:
-            select(reading, asked.engine)  # says which engines there are, if there is none so
         rows = [
             row
             for space in reading.namespaces
-            for row in _rows(reader, space.engines, reading.at_ns)
+            for row in _rows(reader, space, reading.at_ns)
             if asked.engine is None or asked.engine in row["names"]
         ]
+    if not rows:
+        select(reading, asked.engine)  # says which engines there are, if there is none so
     for row in rows:
         del row["names"]
     if asked.json:
@@ -63,13 +63,16 @@ def run(asked: argparse.Namespace) -> int:
     else:
         for line in table(_COLUMNS, cleaned(rows)):
             print(line)
-    return 0 if rows else EXIT_NONE
+        if not rows and reading.namespaces:
+            print("nobody holds a lease", file=sys.stderr)
+    if not reading.namespaces:
+        print(f"nothing of kvshm runs in {run_dir}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
 
 
-def _rows(reader: NodeReader, engines: Sequence[EngineReading], now_ns: int) -> Iterator[Json]:
-    by_bit = {e.lease_bit: e for e in engines if e.lease_bit is not None and not e.owner_died}
-    dead = {e.lease_bit: e for e in engines if e.lease_bit is not None and e.owner_died}
-    for exporter in engines:
+def _rows(reader: NodeReader, space: NamespaceReading, now_ns: int) -> Iterator[Json]:
+    for exporter in space.engines:
         if not exporter.blocks.leased or (view := reader.table(exporter)) is None:
             continue
         leases, draining = Counter[int](), Counter[int]()
@@ -78,27 +81,47 @@ def _rows(reader: NodeReader, engines: Sequence[EngineReading], now_ns: int) -> 
             leases.update(held)
             draining.update(held if slot.state.name == "DRAINING" else [])
         for bit, number in sorted(leases.items()):
-            holder = by_bit.get(bit) or dead.get(bit)
-            yield _row(bit, holder, exporter, now_ns) | {
+            told = _about(bit, space, now_ns)
+            names = (*exporter.names, *told.pop("names"))
+            yield told | {
+                "exporter": exporter.label,
                 "leases": number,
                 "draining": draining[bit],
+                "names": names,
             }
 
 
-def _row(bit: int, holder: EngineReading | None, exporter: EngineReading, now_ns: int) -> Json:
-    since = min(holder.loads_since, default=None) if holder is not None else None
-    known: Json = {"process": "unknown", "pid": None, "epoch": None, "names": [exporter.label]}
-    if holder is not None:
-        known = {
-            "process": "ended" if holder.owner_died else "alive",
-            "pid": holder.pid,
-            "epoch": f"{holder.epoch:016x}",
-            "names": [n for e in (holder, exporter) for n in e.names],
-        }
+def _about(bit: int, space: NamespaceReading, now_ns: int) -> Json:
+    """Who leases with this bit: an engine whose table is known, one that other engines know, as
+    after its end, or nobody knows who."""
+    with_bit = [e for e in space.engines if e.lease_bit == bit]
+    if with_bit:
+        return _of_engine(bit, min(with_bit, key=lambda e: e.owner_died), now_ns)
+    peers = [p for p in space.known_to_peers if p.lease_bit == bit]
+    return _of_peer(bit, min(peers, key=lambda p: p.suspected, default=None), space)
+
+
+def _of_engine(bit: int, holder: EngineReading, now_ns: int) -> Json:
+    since = min(holder.loads_since, default=None)
     return {
-        "holder": holder.label if holder is not None else f"lease bit {bit}",
+        "holder": holder.label,
         "bit": bit,
-        **known,
-        "exporter": exporter.label,
+        "process": "ended" if holder.owner_died else "alive",
+        "pid": holder.pid,
+        "epoch": f"{holder.epoch:016x}",
+        "names": holder.names,
         "seconds": None if since is None else (now_ns - since) / NANOSECONDS,
     }
+
+
+def _of_peer(bit: int, holder: PeerReading | None, space: NamespaceReading) -> Json:
+    known: Json = {"holder": f"lease bit {bit}", "process": "unknown", "pid": None, "epoch": None}
+    if holder is not None:
+        known = {
+            "holder": holder.name,
+            "process": "alive" if holder.epoch in space.unreadable else "ended",
+            "pid": space.pids_here.get(holder.epoch),
+            "epoch": f"{holder.epoch:016x}",
+        }
+    names = () if holder is None else space.names_of(holder.epoch)
+    return known | {"bit": bit, "names": names, "seconds": None}

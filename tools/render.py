@@ -55,10 +55,10 @@ def ended(space: Json) -> Iterator[str]:
     return (leftover(engine["epoch"], space["coordinator"]) for engine in space["ended"])
 
 
-def leftover(epoch: str, coordinated: bool) -> str:
-    """The line for an engine that has ended and left its socket."""
+def leftover(epoch: str, coordinated: bool, name: str = "") -> str:
+    """The line for an engine that has ended and left its socket.  ``name``: if it is known."""
     end = "the coordinator clears up" if coordinated else "run `kvshm clean` or start a coordinator"
-    return f"engine {engine_name(int(epoch, 16))}: its process has ended; {end}"
+    return f"engine {engine_name(int(epoch, 16), name)}: its process has ended; {end}"
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:

@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvshm._ground.declined import Declined
+from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name
-from kvshm.errors import KvshmError
 
 from .node.health import NO_COORDINATOR, Health, Limits, State, judge, judge_coordinator, judge_node
 from .node.reader import NodeReader
 from .node.reading import EngineReading, NamespaceReading, NodeReading
-from .options import add_selection, find_place
+from .options import NoSuchEngine, add_selection, find_place, select
 from .plain_text import clean, cleaned
 from .render import leftover
 from .tables import Columns, Json, table
@@ -29,10 +28,6 @@ MOST_LINES = 20
 PROBES = ("live", "ready", "progress", "serving", "coordinator")
 
 
-class NoSuchEngine(KvshmError):
-    """No engine is called as the user says."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add which engines are meant, and what is asked of them."""
     parser.description = (
@@ -42,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "exit status: 0 everything is healthy; 1 something is degraded (engines serve, but do not "
-        "share as they should); 2 wrong command line or setting; 3 something is down, or there is "
-        "nothing. With --probe: 0 yes, 1 no, 2 as above"
+        "share as they should); 2 wrong command line or setting; 3 something is down, or nothing "
+        "of kvshm runs; 4 no engine is called so. With --probe: 0 yes, 1 no (also: no engine is "
+        "called so), 2 as above"
     )
     add_selection(parser)
     add = parser.add_argument
@@ -81,8 +77,10 @@ def run(asked: argparse.Namespace) -> int:
     try:
         reading = select(whole, asked.engine, here=asked.here)
     except NoSuchEngine as exc:
+        if not asked.probe:
+            raise
         print(f"kvshm status: {clean(str(exc))}", file=sys.stderr)
-        return EXIT_NO if asked.probe else EXIT_STATUS[State.DOWN]
+        return EXIT_NO
     limits = Limits(scheduler=asked.scheduler_seconds, loop=asked.loop_seconds)
     if asked.probe:
         return _probe(asked.probe, reading, limits)
@@ -96,28 +94,6 @@ def run(asked: argparse.Namespace) -> int:
             where = "in this container" if asked.here and whole.namespaces else f"in {run_dir}"
             print(f"nothing of kvshm runs {where}", file=sys.stderr)
     return EXIT_STATUS[state]
-
-
-def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> NodeReading:
-    """Return the part of a reading that is meant.  Raises NoSuchEngine, which names those that
-    there are."""
-    if engine is None and not here:
-        return reading
-
-    def is_meant(names: tuple[str, ...], is_here: bool) -> bool:
-        return (is_here or not here) and (engine is None or engine in names)
-
-    chosen = [space.only(is_meant) for space in reading.namespaces]
-    spaces = [s for s in chosen if s.engines or s.declined or s.ended or s.unreadable]
-    if engine is not None and not spaces:
-        names = ", ".join(_all_names(reading)) or "none"
-        raise NoSuchEngine(f"no engine is called {engine!r}; there are: {names}")
-    return replace(reading, namespaces=tuple(spaces))
-
-
-def _all_names(reading: NodeReading) -> Iterator[str]:
-    yield from (engine.label for engine in reading.engines)
-    yield from (told.engine for space in reading.namespaces for told in space.declined)
 
 
 def as_json(reading: NodeReading, limits: Limits) -> Json:
@@ -138,8 +114,11 @@ def as_json(reading: NodeReading, limits: Limits) -> Json:
                     _engine(e, judge(e, space, reading.at_ns, limits)) for e in space.engines
                 ],
                 "declined": [_declined(told) for told in space.declined],
-                "ended": [f"{epoch:016x}" for epoch in space.ended],
-                "unreadable": {f"{e:016x}": why for e, why in space.unreadable.items()},
+                "ended": [_unknown(space, epoch) for epoch in space.ended],
+                "unreadable": [
+                    _unknown(space, epoch) | {"reasons": [why]}
+                    for epoch, why in space.unreadable.items()
+                ],
             }
             for space in reading.namespaces
         ],
@@ -161,6 +140,12 @@ def _engine(engine: EngineReading, health: Health) -> Json:
         "imported_tokens": engine.counters["imported_tokens"],
         "reasons": list(health.reasons),
     }
+
+
+def _unknown(space: NamespaceReading, epoch: Epoch) -> Json:
+    """An engine whose table is not known: what other engines and the kernel tell of it."""
+    peer, pid = space.peer(epoch), space.pids_here.get(epoch)
+    return {"epoch": f"{epoch:016x}", "engine": peer.name if peer else None, "pid": pid}
 
 
 def _declined(told: Declined) -> Json:
@@ -196,11 +181,15 @@ def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
         yield f"namespace {space['namespace']}: {said}"
         yield from table(_COLUMNS, [*space["engines"], *space["declined"]])
         coordinated = not coordinator["reason"].startswith(NO_COORDINATOR)
-        others = [leftover(epoch, coordinated) for epoch in space["ended"]]
-        others += [f"engine of epoch {e}: {why}" for e, why in space["unreadable"].items()]
+        others = [leftover(e["epoch"], coordinated, e["engine"] or "") for e in space["ended"]]
+        others += [f"engine {_called(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]
         yield from (f"    {line}" for line in others[:MOST_LINES])
         if len(others) > MOST_LINES:
             yield f"    and {len(others) - MOST_LINES} more (--json lists all)"
+
+
+def _called(engine: Json) -> str:
+    return engine_name(int(engine["epoch"], 16), engine["engine"] or "", engine["pid"] or 0)
 
 
 def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:
@@ -223,7 +212,10 @@ def _answers(probe: str, reading: NodeReading, limits: Limits) -> Iterator[tuple
         for engine in space.engines:
             health = judge(engine, space, reading.at_ns, limits)
             yield _passes(probe, health), f"{engine.log_name}: {'; '.join(health.reasons)}"
-        yield from ((False, why) for why in _unknown(space))
+        for epoch in space.ended:
+            yield False, f"{space.name_of(epoch)} has ended"
+        for epoch, why in space.unreadable.items():
+            yield False, f"{space.name_of(epoch)}: {why}"
         for told in space.declined:  # nothing of kvshm is in it that could hang
             name = engine_name(name=told.engine, pid=told.pid)
             yield probe != "ready", f"{name}: not sharing: {told.reason}"
@@ -236,11 +228,6 @@ def _passes(probe: str, health: Health) -> bool:
         "progress": health.progress,
         "serving": health.state is not State.DOWN,
     }[probe]
-
-
-def _unknown(space: NamespaceReading) -> Iterator[str]:
-    yield from (f"engine of epoch {epoch:016x} has ended" for epoch in space.ended)
-    yield from (f"engine of epoch {epoch:016x}: {why}" for epoch, why in space.unreadable.items())
 
 
 def _seconds(text: str) -> float:

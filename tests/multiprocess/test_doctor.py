@@ -20,7 +20,7 @@ from .sandbox import fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
 
-SLEEPS = "import sys; print('open', flush=True); sys.stdin.read()"
+SLEEPS = "import sys, kvshm._native; print('open', flush=True); sys.stdin.read()"
 
 
 def doctor(
@@ -135,11 +135,13 @@ def test_engines_are_found_however_they_are_enabled_and_others_are_not_taken_for
     process(node, KVSHM_ENABLE="0", KVSHM_CONFIG=str(enabling), PYTHONHASHSEED="3")
     process(node, KVSHM_ENABLE="", PYTHONHASHSEED="4")
     place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
+    enabled = {"KVSHM_ENABLE": "1", "PYTHONHASHSEED": "5", **place}
     command = [sys.executable, "-P", "-m", "kvshm.coordinator"]
-    coordinator = node.processes.start(
-        "coordinator", *command, environ={"KVSHM_ENABLE": "1", "PYTHONHASHSEED": "5", **place}
-    )
+    coordinator = node.processes.start("coordinator", *command, environ=enabled)
     coordinator.wait_err("event=serving")
+    around_it = ("sh", "-c", "echo open; read ended")
+    shell = node.processes.start("a shell that starts vllm", *around_it, environ=enabled)
+    shell.wait_out(lambda line: line == "open")
     found = results(node)
     pids = f"{by_file.pid}; 2 in {by_argument.pid}"
     assert found["hash seeds"] == ("problem", f"PYTHONHASHSEED differs: 1 in {pids}")

@@ -214,6 +214,7 @@ def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
         environ = f"KVSHM_CONFIG={tmp_path}/{pid}.toml\0"
         (tmp_path / str(pid) / "environ").write_text(environ)
         (tmp_path / str(pid) / "cmdline").write_text("vllm\0serve\0")
+        (tmp_path / str(pid) / "maps").write_text("7f00-7f01 r-xp 0 0:1 9  /l/vllm/_C.abi3.so\n")
     found = find_processes(tmp_path, frozenset({9}))
     assert [process.pid for process in found.enabled] == [7]
 
@@ -240,7 +241,7 @@ def test_an_engine_that_does_not_answer_is_a_problem_and_not_one_of_versions(
         seen = look(served)
     found = engines.health(seen)
     assert found.result is Result.PROBLEM
-    assert found.text.startswith(f"engine of epoch 0000000000000005, pid {os.getpid()}: ")
+    assert found.text.startswith(f"engine (epoch 0000000000000005, pid {os.getpid()}): ")
     assert engines.versions(seen).result is Result.OK
 
 
@@ -249,7 +250,7 @@ def test_a_segment_of_another_version_is_a_problem(served: ServedNode) -> None:
     struct.pack_into("<I", table._segment.buffer, VERSION_OFFSET, LAYOUT_VERSION + 1)
     seen = look(served)
     assert engines.versions(seen).result is Result.PROBLEM
-    assert engines.versions(seen).text.startswith("engine of epoch 0000000000000005")
+    assert engines.versions(seen).text.startswith("engine (epoch 0000000000000005")
     assert "does not answer" not in engines.health(seen).text
 
 

@@ -190,7 +190,7 @@ def test_without_rich_it_says_what_to_install(
     assert cli.main(["top", *place]) == 2
     assert "pip install 'kvshm[ops]'" in capsys.readouterr().err
     assert cli.main(["top", "--json", *place]) == 1
-    assert capsys.readouterr() == ("", "kvshm top: no engine or coordinator of kvshm is here\n")
+    assert capsys.readouterr() == ("", f"nothing of kvshm runs in {place[1]}\n")
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "inf", "soon", "-1"])

@@ -72,8 +72,7 @@ def versions(seen: Evidence) -> Finding:
 
 
 def _cannot_be_read(space: NamespaceReading, epoch: Epoch) -> str:
-    pid = f", pid {space.pids_here[epoch]}" if epoch in space.pids_here else ""
-    return f"engine of epoch {epoch:016x}{pid}: {space.unreadable[epoch]}"
+    return f"engine {space.name_of(epoch)}: {space.unreadable[epoch]}"
 
 
 def fingerprints(seen: Evidence) -> Finding:

@@ -1,5 +1,6 @@
 """Processes of this user that were started with kvshm enabled: by a variable, by the file that
-KVSHM_CONFIG names, or by a --kv-transfer-config with its connector.
+KVSHM_CONFIG names, or by a --kv-transfer-config with its connector; and that have loaded vLLM or
+kvshm, as a shell or a tool with the same environment has not.
 
 Of an environment only the variables of NAMED and PREFIX are kept; it is that of the process's
 start.  Processes of other users cannot be read: they are counted, no more.
@@ -8,6 +9,7 @@ start.  Processes of other users cannot be read: they are counted, no more.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ CONNECTOR = b"KvshmConnector"
 """As a --kv-transfer-config names it."""
 _COMMANDS = {b"kvshm", b"kvshm-coordinator", b"kvshm.coordinator", b"kvshm.tools.cli"}
 """Programs and modules of kvshm's own, which are no engines."""
+_LOADED = re.compile(rb"/(vllm|kvshm)/_\w*\.[\w.]*so")
+"""A library of vLLM or kvshm among a process's mappings."""
 _FIRST_ARGUMENTS = 5
 """Among which their names stand: of the interpreter, its options, -m and a module."""
 
@@ -68,7 +72,8 @@ def find_processes(proc: Path, without: frozenset[int]) -> Processes:
             continue
         except OSError:  # it has ended
             continue
-        if not _is_command(argv) and (_is_enabled(environ) or CONNECTOR in argv):
+        means_to = not _is_command(argv) and (_is_enabled(environ) or CONNECTOR in argv)
+        if means_to and _has_loaded(proc / str(pid) / "maps"):
             enabled.append(Process(pid, environ, proc / str(pid) / "root"))
     return Processes(tuple(enabled), unread)
 
@@ -76,6 +81,14 @@ def find_processes(proc: Path, without: frozenset[int]) -> Processes:
 def _is_command(argv: bytes) -> bool:
     first = argv.split(b"\0")[:_FIRST_ARGUMENTS]
     return any(os.path.basename(argument) in _COMMANDS for argument in first)
+
+
+def _has_loaded(maps: Path) -> bool:
+    """Whether the process is one of vLLM's; where that cannot be seen it counts as one."""
+    try:
+        return _LOADED.search(maps.read_bytes()) is not None
+    except OSError:
+        return True
 
 
 def _is_enabled(environ: Mapping[str, str]) -> bool:

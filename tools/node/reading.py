@@ -45,6 +45,8 @@ class PeerReading:
     """READY blocks of the peer that the replica lacks; None if the peer's table is not known."""
     lag_seconds: float | None
     """How long the oldest of these has been published; 0.0 if there is none."""
+    lease_bit: int | None = None
+    """With which the peer leases."""
 
 
 @dataclass(frozen=True)
@@ -141,26 +143,43 @@ class NamespaceReading:
     declined: tuple[Declined, ...] = ()
     """Engines that share nothing, as they say themselves."""
 
+    @property
+    def known_to_peers(self) -> Iterator[PeerReading]:
+        """What replicas know of engines whose tables are not known; repeats itself."""
+        shown = {engine.epoch for engine in self.engines}
+        rows = (peer for engine in self.engines for peer in engine.peers)
+        return (peer for peer in rows if peer.epoch not in shown)
+
+    def peer(self, epoch: Epoch) -> PeerReading | None:
+        """What a replica knows of this engine, whose table is not known."""
+        return next((peer for peer in self.known_to_peers if peer.epoch == epoch), None)
+
+    def name_of(self, epoch: Epoch) -> str:
+        """How log lines name an engine whose table is not known."""
+        peer = self.peer(epoch)
+        return engine_name(epoch, peer.name if peer else "", self.pids_here.get(epoch, 0))
+
     def only(self, is_meant: Callable[[tuple[str, ...], bool], bool]) -> NamespaceReading:
         """The same without engines that are not meant.  ``is_meant`` takes an engine's names, and
         whether it is in this container."""
         unreadable = {
             epoch: why
             for epoch, why in self.unreadable.items()
-            if is_meant(self._names(epoch), epoch in self.pids_here)
+            if is_meant(self.names_of(epoch), epoch in self.pids_here)
         }
         return replace(
             self,
             engines=tuple(e for e in self.engines if is_meant(e.names, bool(e.pid_here))),
             declined=tuple(d for d in self.declined if is_meant((d.engine, str(d.pid)), d.is_here)),
-            ended=tuple(epoch for epoch in self.ended if is_meant(self._names(epoch), False)),
+            ended=tuple(epoch for epoch in self.ended if is_meant(self.names_of(epoch), False)),
             unreadable=unreadable,
         )
 
-    def _names(self, epoch: Epoch) -> tuple[str, ...]:
+    def names_of(self, epoch: Epoch) -> tuple[str, ...]:
         """By what a user may call an engine whose table is not known."""
-        pid = self.pids_here.get(epoch)
-        return (*([str(pid)] if pid else []), f"{epoch:016x}", f"0x{epoch:016x}")
+        pid, peer = self.pids_here.get(epoch), self.peer(epoch)
+        known = ([str(pid)] if pid else []) + ([peer.name] if peer else [])
+        return (*known, f"{epoch:016x}", f"0x{epoch:016x}")
 
 
 @dataclass(frozen=True)
@@ -214,4 +233,5 @@ def read_peer(row: Row, missing: tuple[int, float] | None) -> PeerReading:
     """What a replica's row says.  ``missing``: how many blocks it lacks, and since when."""
     lacking, lag = missing or (None, None)
     suspected = row.state is RowState.SUSPECTED
-    return PeerReading(row.name, row.epoch, suspected, row.entries, lacking, lag)
+    bit = row.lease_bit if row.lease_bit >= 0 else None
+    return PeerReading(row.name, row.epoch, suspected, row.entries, lacking, lag, bit)

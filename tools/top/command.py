@@ -1,7 +1,7 @@
 """``kvshm top``: watch what the engines of a node share.
 
-Exit status: 0; 1 if there is nothing of kvshm, or not the engine that is meant; 2 for a wrong
-command line or setting, or if rich is not installed.
+Exit status: 0; 1 if there is nothing of kvshm; 2 for a wrong command line or setting, or if rich is
+not installed; 4 if there is not the engine that is meant.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from ..commands import EXIT_FAILED
 from ..node.reader import NodeReader
 from ..options import add_selection, find_place
 from .looks import Looks
 from .view import View
 
 HELP = "watch what engines share: hits, copies and their paths, faults"
-EXIT_NOTHING = 1
 LEAST_INTERVAL, MOST_INTERVAL = 0.1, 86400.0
 """Seconds."""
 
@@ -32,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "memory only."
     )
     parser.epilog = (
-        "exit status: 0 ended by the user, or printed; 1 nothing of kvshm is here, or not that "
-        "engine; 2 wrong command line or setting, or rich is missing"
+        "exit status: 0 ended by the user, or printed; 1 nothing of kvshm runs; 2 wrong command "
+        "line or setting, or rich is missing; 4 no engine is called so"
     )
     add_selection(parser)
     parser.add_argument("--once", action="store_true", help="print one interval and end")
@@ -52,17 +53,21 @@ def run(asked: argparse.Namespace) -> int:
     run_dir, namespace = find_place(asked)
     try:
         with NodeReader(run_dir, namespace, in_turn=True) as reader:
-            return _show(asked, Looks(reader, asked.engine), show)
+            return _show(asked, run_dir, Looks(reader, asked.engine), show)
     except KeyboardInterrupt:
         return 0
 
 
-def _show(asked: argparse.Namespace, looks: Looks, show: Callable[[View], None]) -> int:
+def _show(
+    asked: argparse.Namespace, run_dir: Path, looks: Looks, show: Callable[[View], None]
+) -> int:
     first = looks.look()
-    if not first.engines if asked.engine else not first.namespaces:
-        wanted = f"engine {asked.engine}" if asked.engine else "engine or coordinator of kvshm"
-        print(f"kvshm top: no {wanted} is here", file=sys.stderr)
-        return EXIT_NOTHING
+    looks.check_wanted()
+    if not first.namespaces:
+        if asked.json and asked.once:
+            show(first)
+        print(f"nothing of kvshm runs in {run_dir}", file=sys.stderr)
+        return EXIT_FAILED
     if asked.once:
         time.sleep(asked.interval)
         show(looks.look_once_more())

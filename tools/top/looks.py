@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..node.reader import NodeReader
 from ..node.reading import NodeReading
+from ..options import select
 from .rates import measure
 from .view import View, build_view
 
@@ -32,6 +33,11 @@ class Looks:
         minute = measure(None if since_start else self._minute[0], now)
         self._remember(now)
         return build_view(now, last, minute, measure(None, now), self._wanted)
+
+    def check_wanted(self) -> None:
+        """Raises NoSuchEngine if the last look found no engine that is called as the wanted one."""
+        if self._last is not None:
+            select(self._last, self._wanted)
 
     def look_once_more(self) -> View:
         """The same, but what belongs to the last minute is of the whole time: for a view that no

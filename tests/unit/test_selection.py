@@ -1,0 +1,77 @@
+"""Which engines a command is about, and what it says if there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvshm._ground.ids import Epoch, LeaseBit
+from kvshm.tools.node.reader import NodeReader
+from kvshm.tools.options import select
+from kvshm.tools.top.looks import Looks
+
+from .dumps import silent_engine
+from .served import ServedNode
+
+COMMANDS = ("status", "top --once", "top", "holders", "dump", "dump --leased")
+
+
+def kvshm(command: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "kvshm.tools.cli", *command.split(), "--run-dir", str(run_dir)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSHM_")}
+    return subprocess.run(argv, env=clean, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_engine_that_there_is_not_is_one_error_for_all_commands(
+    served: ServedNode, command: str, option: str
+) -> None:
+    served.serve("e", 1)
+    for run_dir, there in ((served.run_dir, "e"), (served.run_dir / "nowhere", "none")):
+        done = kvshm(f"{command} --engine nobody {option}", run_dir)
+        assert (done.returncode, done.stdout) == (4, "")
+        wanted = f"kvshm {command.split()[0]}: no engine is called 'nobody'; there are: {there}\n"
+        assert done.stderr == wanted
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("status", 3), ("top --once", 1), ("holders", 1), ("dump", 1)]
+)
+def test_that_there_is_nothing_is_an_answer_and_json(
+    tmp_path: Path, command: str, code: int
+) -> None:
+    done = kvshm(f"{command} --json", tmp_path)
+    assert done.returncode == code
+    told = json.loads(done.stdout)
+    assert told == [] if command == "holders" else told["namespaces"] == []
+    plain = kvshm(command, tmp_path)
+    assert (plain.returncode, plain.stdout) == (code, "")
+    assert "nothing of kvshm" in plain.stderr
+
+
+def test_that_nobody_holds_a_lease_is_no_failure(served: ServedNode) -> None:
+    served.serve("e", 1)
+    for option, printed in (("", ""), ("--json", "[]\n"), ("--engine e", "")):
+        done = kvshm(f"holders {option}", served.run_dir)
+        assert (done.returncode, done.stdout) == (0, printed)
+
+
+def test_a_silent_engine_has_the_name_by_which_others_know_it(served: ServedNode) -> None:
+    """As after a coordinator's restart: nobody hands out its table."""
+    knows = served.serve("a", 1)
+    knows.replica.add_row(Epoch(5), "b", 26, LeaseBit(7))
+    with silent_engine(served, 5), NodeReader(served.run_dir, served.namespace) as reader:
+        looks = Looks(reader)
+        view = looks.look()
+        reading = select(reader.read(), "b")
+        nobody = kvshm("status --engine nobody", served.run_dir)
+    (space,) = reading.namespaces
+    assert (space.engines, [*space.unreadable]) == ((), [5])
+    assert [fault.engines for fault in view.faults if "no answer within" in fault.text] == [("b",)]
+    assert f"there are: a, b (epoch {5:016x}, pid {os.getpid()})" in nobody.stderr
