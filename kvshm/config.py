@@ -178,8 +178,7 @@ class Config:
         values.absolute_path,
         "an absolute path",
         "File to which kvshm's lines are appended, instead of vLLM's log or the coordinator's "
-        "stderr. Several processes may share it; a full disk may then cut a line "
-        "short, to which another process's next line is joined.",
+        "stderr. Several processes may share it.",
     )
     beside: bool = _flag(
         "Share also on an engine that has a connector of its own, in a MultiConnector with it."

@@ -51,7 +51,7 @@ class LogFile(logging.Handler):
         self.missed = 0
         """Lines that the file has not taken since it last took one."""
         self._torn = False
-        """Whether the last line was written in part, because the disk is full."""
+        """Whether the last line stands there in part, because the disk is full."""
         try:
             self._file = self._opened()
         except _WRONG_PATH as exc:
@@ -101,7 +101,8 @@ class LogFile(logging.Handler):
         if self._torn:
             data = b"\n" + data
         written = os.write(file.fd, data)
-        self._torn = written < len(data) if written else self._torn
+        if written:
+            self._torn = written < len(data) and not _take_back(file.fd, written)
         if written < len(data):
             raise OSError(f"only {written} of {len(data)} bytes were written")
 
@@ -127,3 +128,16 @@ class LogFile(logging.Handler):
             os.close(fd)
             raise
         return _Open(fd, (found.st_dev, found.st_ino))
+
+
+def _take_back(fd: int, written: int) -> bool:
+    """Remove the part of a line that was written last, unless another process has written since:
+    its next line would else be joined to that part.  Return whether it is removed."""
+    try:
+        end = os.lseek(fd, 0, os.SEEK_CUR)  # where the write has ended, also with O_APPEND
+        if os.fstat(fd).st_size == end:
+            os.ftruncate(fd, end - written)
+            return True
+    except OSError:
+        pass  # not a file of a disk
+    return False

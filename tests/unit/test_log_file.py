@@ -109,18 +109,36 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_line_that_was_torn_by_a_full_disk_does_not_spoil_the_next(log: Log) -> None:
+def test_a_line_for_which_the_disk_has_too_little_room_leaves_nothing(log: Log) -> None:
+    """Another process writes next, and does not know of it."""
+    other = Log(log.path)
     log.write("whole")
     with files_of_at_most(log.path.stat().st_size + 10):
         log.write("torn", "lost")
     assert log.elsewhere == ["torn", "lost"]
+    other.write("of another")
+    other.file.close()
     log.write("next")
-    first, torn, told, last = log.path.read_text().splitlines()
-    assert first.endswith("message=whole")
-    assert len(torn) == 10
-    assert "2 lines before this one" in told
-    assert last.endswith("message=next")
+    told = "2 lines before this one are not in this file"
+    assert log.messages() == ["whole", "of another", told, "next"]
     assert len(log.said) == 1
+
+
+def test_part_of_a_line_that_cannot_be_taken_back_is_a_line(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "ftruncate", refused)
+    with files_of_at_most(10):
+        log.write("torn")
+    log.write("next")
+    torn, told, last = log.path.read_text().splitlines()
+    assert len(torn) == 10
+    assert "1 lines before this one" in told
+    assert last.endswith("message=next")
+
+
+def refused(*_: int) -> None:
+    raise PermissionError(1, "append only")
 
 
 @pytest.mark.parametrize("wrong", ["no/such/folder/x.log", "a-file/x.log", "a-folder"])
