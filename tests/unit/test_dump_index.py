@@ -265,7 +265,7 @@ def test_a_coordinator_without_engines_is_shown_unless_engines_are_asked_for(dum
             assert dumped.run(*option) == 0
             shown = capsys.readouterr().out
             assert shown == f"namespace {dumped.namespace}\n\n  no engine is in it\n\n"
-        for option in ["--engine", "nobody"], ["--hash", "ff"], ["--leased"]:
+        for option in ["--hash", "ff"], ["--leased"]:
             assert dumped.run(*option) == 1
             streams = capsys.readouterr()
             assert streams.out == ""
@@ -283,12 +283,11 @@ def test_of_a_namespace_without_engines_it_is_said_why_none_is_shown(dumped, bus
 
 
 def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
-    assert dumped.run("--engine", "nobody") == 1
     assert dumped.run("--hash", "ff") == 1
     assert dumped.run("--namespace", uuid.uuid4().hex) == 1
     assert dumped.run("--run-dir", str(dumped.run_dir / "none")) == 1
     streams = capsys.readouterr()
-    assert streams.err.count("nothing of kvshm found") == 4
+    assert streams.err.count("nothing of kvshm found") == 3
     assert streams.out == ""
     exporter = f"there is engine exporter (epoch 000000000000000a, pid {os.getpid()})"
     assert streams.err.count(f"{exporter} of namespace {dumped.namespace}\n") == 3

@@ -44,13 +44,13 @@ def test_an_engine_that_there_is_not_is_one_error_for_all_commands(
     ("command", "code"), [("status", 3), ("top --once", 1), ("holders", 1), ("dump", 1)]
 )
 def test_that_there_is_nothing_is_an_answer_and_json(
-    tmp_path: Path, command: str, code: int
+    served: ServedNode, command: str, code: int
 ) -> None:
-    done = kvshm(f"{command} --json", tmp_path)
+    done = kvshm(f"{command} --json", served.run_dir)
     assert done.returncode == code
     told = json.loads(done.stdout)
     assert told == [] if command == "holders" else told["namespaces"] == []
-    plain = kvshm(command, tmp_path)
+    plain = kvshm(command, served.run_dir)
     assert (plain.returncode, plain.stdout) == (code, "")
     assert "nothing of kvshm" in plain.stderr
 
