@@ -290,7 +290,7 @@ def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
     assert streams.err.count("nothing of kvshm found") == 3
     assert streams.out == ""
     exporter = f"there is engine exporter (epoch 000000000000000a, pid {os.getpid()})"
-    assert streams.err.count(f"{exporter} of namespace {dumped.namespace}\n") == 3
+    assert streams.err.count(f"{exporter} of namespace {dumped.namespace}\n") == 2
     assert streams.err.endswith(f"no engine runs in {dumped.run_dir / 'none'}\n")
     assert dumped.run("--json", "--namespace", "none-such") == 1
     assert json.loads(capsys.readouterr().out) == {"namespaces": []}
