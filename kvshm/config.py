@@ -309,12 +309,12 @@ SETTINGS: tuple[Setting, ...] = tuple(
 
 def list_settings(
     environ: Mapping[str, str], extra_config: Mapping[str, object] | None = None
-) -> list[tuple[str, str, str]]:
-    """Return the file and every setting: name, value ("unset" if there is none) and the origin of
+) -> list[tuple[str, str | None, str]]:
+    """Return the file and every setting: name, value (None if there is none) and the origin of
     the value.  Raises ConfigError like ``Config.from_env``."""
     config = Config.from_env(environ, extra_config=extra_config)
     file = setting_sources.file_of(environ)
-    told = [(FILE_VARIABLE, values.as_text(file), "environment" if file else "default")]
+    told = [(FILE_VARIABLE, file or None, "environment" if file else "default")]
     for setting in SETTINGS:
         value, origin = getattr(config, setting.field), "default"
         if setting.field in config.sources:
@@ -323,7 +323,8 @@ def list_settings(
             value = str(choose_run_directory("", environ))
             if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
                 origin = "XDG_RUNTIME_DIR"
-        told.append((setting.name, values.as_text(value), origin))
+        text = None if value in (None, "") else values.as_text(value)
+        told.append((setting.name, text, origin))
     return told
 
 

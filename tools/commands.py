@@ -12,7 +12,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol, TextIO, cast
 
 from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
 
@@ -74,6 +75,26 @@ def _prepare_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    sys.stderr = cast(TextIO, _Forgiving(sys.stderr))
+
+
+class _Forgiving:
+    """A stderr that cannot be written, for instance on a full disk, changes no exit status."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def run_alone(

@@ -17,6 +17,7 @@ from kvshm.interfaces import check_installed
 
 HELP = "print each setting, its value and where it came from"
 
+UNSET = "unset"
 _TRANSFER = "--kv-transfer-config"
 
 
@@ -49,20 +50,20 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         print(json.dumps(_as_json(settings, config.warnings), indent=2))
         return 0
-    widths = [max(len(setting[column]) for setting in settings) for column in (0, 1)]
-    for name, value, origin in settings:
+    rows = [(name, UNSET if value is None else value, origin) for name, value, origin in settings]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
         print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
     for warning in config.warnings:
         print(f"kvshm: {warning}", file=sys.stderr)
     return 0
 
 
-def _as_json(settings: list[tuple[str, str, str]], warnings: tuple[str, ...]) -> dict[str, Any]:
+def _as_json(
+    settings: list[tuple[str, str | None, str]], warnings: tuple[str, ...]
+) -> dict[str, Any]:
     """The values are texts, as variables have them; null: unset."""
-    told = {
-        name: {"value": None if value == "unset" else value, "origin": origin}
-        for name, value, origin in settings
-    }
+    told = {name: {"value": value, "origin": origin} for name, value, origin in settings}
     return {"settings": told, "warnings": list(warnings)}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from kvshm._ground.declined import Declined
 from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name
+from kvshm.errors import KvshmError
 
 from .node.health import NO_COORDINATOR, Health, Limits, State, judge, judge_coordinator, judge_node
 from .node.reader import NodeReader
@@ -48,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--probe",
         choices=PROBES,
         help="for systemd and Kubernetes: print nothing but a failure. serving fails only where an "
-        "engine is down, so that nothing stops an engine that does not share; of the others no "
-        "engine is a failure",
+        "engine is down, so that nothing stops one that does not share: not where there is no "
+        "engine, or where the run directory cannot be used; for the others both are failures",
     )
     limits = Limits()
     stalled = "seconds after which a loop that should go round counts as stalled"
@@ -71,6 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     """Look at the node once and print; return the exit status."""
+    try:
+        return _run(asked)
+    except (KvshmError, OSError) as exc:
+        # An engine that cannot use the run directory serves unshared: no reason to stop it.
+        if asked.probe != "serving" or asked.namespace is not None or asked.run_dir is not None:
+            raise
+        print(f"kvshm status: nothing is known of the engines: {clean(str(exc))}", file=sys.stderr)
+        return 0
+
+
+def _run(asked: argparse.Namespace) -> int:
     run_dir, namespace = find_place(asked)
     with NodeReader(run_dir, namespace) as reader:
         whole = reader.read()

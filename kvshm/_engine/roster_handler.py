@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvshm._ground.ids import Epoch, LeaseBit
+from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LeaseBit
 from kvshm._ground.log import engine_name, logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
 from kvshm._node import incompatible
@@ -100,9 +100,12 @@ class RosterHandler:
                 self.refusal = text
                 log.warning("%s (serving on, unshared)", text)
             self.refused = None if reply.retry else state.table.epoch
+            state.table.log_error(f"{incompatible.REFUSED}{reply.remedy}; {reply.reason}")
             return
         self.refusal = ""
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))
+        if reply.lease_bit == NO_LEASE_BIT:
+            state.table.log_error(incompatible.NO_BIT)
         if self._joined == state.table.epoch:
             state.table.counters.add(REJOINS, 1)
         self._joined = state.table.epoch

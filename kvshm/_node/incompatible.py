@@ -25,6 +25,10 @@ LINE_CHARACTERS = 600
 """Enough for the names of all fields of a fingerprint."""
 VALUE_CHARACTERS = 64
 NOT_GIVEN = "(none)"
+REFUSED = "refused: "
+"""How the slot table's error log begins an entry about a refusal by the coordinator."""
+NO_BIT = "no lease bit is free, so more of its copies are discarded: use several namespaces"
+"""The entry of an engine that has joined as one too many."""
 _ENTRY = re.compile(r"cannot share with (.*?): (\w+) is ", re.DOTALL)
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""

@@ -167,6 +167,7 @@ SECRETS = {
     "VLLM_PLUGINS": f"{socket.gethostname()}_kv,secretuser_kv",
     "LOGNAME": "sécrétuser",
     "PYTORCH_ALLOC_CONF": "/ä/sécrétuser",
+    "KVSHM_TRANSPORT": f"secretuser-{socket.gethostname()}-x",
 }
 
 

@@ -26,7 +26,14 @@ def test_every_command_says_what_it_does_what_each_option_means_and_how_it_ends(
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [(["st"], ["status"]), (["dump", "--lea"], ["--leased"]), (["kv", "com"], ["compare"])],
+    [
+        (["st"], ["status"]),
+        (["dump", "--lea"], ["--leased"]),
+        (["kv", "com"], ["compare"]),
+        (["doctor", "--bundle", "/etc/os-rel"], ["/etc/os-release"]),
+        (["kv", "compare", "/etc/os-rel"], ["/etc/os-release"]),
+        (["top", "--run-dir", "/et"], ["/etc"]),
+    ],
 )
 def test_bash_completes_commands_and_options(words: list[str], completed: list[str]) -> None:
     typed = " ".join(["kvshm", *words])

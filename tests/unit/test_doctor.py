@@ -16,9 +16,14 @@ import pytest
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.declined import declined_now, forget_declined, record_declined
 from kvshm._ground.ids import Epoch
+from kvshm._node.incompatible import REFUSED
 from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
+from kvshm._shm.progress import Progress
 from kvshm._shm.traffic import Traffic
+from kvshm.coordinator.joining import who_upgrades
+from kvshm.errors import ConfigError, VersionMismatch
 from kvshm.tools.doctor import devices, engines, machine, place
+from kvshm.tools.doctor.bundle import write_bundle
 from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
 from kvshm.tools.doctor.evidence import Evidence, gather
 from kvshm.tools.doctor.processes import Process, Processes, find_processes
@@ -224,14 +229,19 @@ def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
 
 def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
     two[0].table.log_error("cannot share with b: kv_dtype is fp8 here, auto there")
-    two[1].table.log_error("refused: upgrade kvshm in the engine's environment to 9")
+    mismatch = VersionMismatch("protocol", 4, 3)
+    refusal = who_upgrades("protocol", mismatch, "9.0")
+    two[1].table.log_error(f"{REFUSED}{refusal.remedy}; {refusal.reason}")
     seen = look(served)
     assert engines.fingerprints(seen) == (
         Result.WARNING,
         "a: cannot share with b: kv_dtype is fp8 here, auto there",
     )
     assert engines.versions(seen).result is Result.PROBLEM
-    assert engines.versions(seen).text.startswith("b: refused: upgrade kvshm in")
+    told = "b: refused: upgrade kvshm in the coordinator's environment to 9.0, restart it; "
+    assert engines.versions(seen).text.startswith(told)
+    since = with_engines(seen, b={"joined": True})
+    assert engines.versions(since).result is Result.OK
 
 
 def test_an_engine_that_does_not_answer_is_a_problem_and_not_one_of_versions(
@@ -279,6 +289,36 @@ def test_a_replica_that_lags_is_told(served: ServedNode, two: tuple[Served, Serv
     found = engines.replica_lag(with_engines(seen, a={"peers": (late,)}))
     assert found == (Result.WARNING, "a lacks 7 blocks of b, the oldest for 4.0 s")
     assert engines.replica_lag(seen).result is Result.OK
+
+
+def test_engines_with_another_clock_are_told(
+    served: ServedNode, two: tuple[Served, Served], tmp_path: Path
+) -> None:
+    seen = look(served)
+    assert engines.clocks(seen) == (Result.OK, "all engines have the clock of this process")
+    for pid, clock in (("self", "time:[1]"), ("11", "time:[1]"), ("12", "time:[2]")):
+        (tmp_path / pid / "ns").mkdir(parents=True)
+        (tmp_path / pid / "ns/time").symlink_to(clock)
+    apart = with_engines(replace(seen, proc=tmp_path), a={"pid_here": 11}, b={"pid_here": 12})
+    assert engines.clocks(apart) == (Result.WARNING, "b is in another time namespace")
+    ahead = (Progress("client", 0, seen.reading.at_ns + 5_000_000_000, idles=False),)
+    assert engines.clocks(with_engines(seen, a={"progress": ahead})) == (
+        Result.WARNING,
+        "a is in another time namespace",
+    )
+
+
+def test_a_bundle_for_which_the_disk_has_no_room_leaves_no_file(
+    served: ServedNode, tmp_path: Path
+) -> None:
+    file, before = tmp_path / "b.tgz", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"{file} cannot be written: File too large"):
+            write_bundle(file, look(served), [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not file.exists()
 
 
 def test_equal_pids_are_told_and_other_namespaces_where_there_are_gpus(

@@ -337,3 +337,9 @@ def test_the_page_is_the_generated_one() -> None:
     assert runpy.run_path(str(docs / "generate.py"))["metrics"](page) == page, "make docs"
     for name in METRICS:
         assert page.count(f"| `{name}` |") == 1
+
+
+def test_an_accept_header_that_makes_no_sense_gets_the_text_format() -> None:
+    samples = samples_of(node(), UNIX)
+    plain = as_accepted(samples, "")
+    assert as_accepted(samples, "application/openmetrics-text; version=abc") == plain

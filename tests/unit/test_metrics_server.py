@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -87,7 +88,8 @@ def test_metrics_are_answered_in_the_format_that_is_accepted(serving: Callable[.
         (b"GET / HTTP/1.0\r\n\r\n", b"200 OK"),
         (b"GET /metric HTTP/1.1\r\n\r\n", b"404 Not Found"),
         (b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b"404 Not Found"),
-        (b"GET http://elsewhere/metrics HTTP/1.1\r\nHost: elsewhere\r\n\r\n", b"404 Not Found"),
+        (b"GET http://elsewhere/metrics HTTP/1.1\r\nHost: elsewhere\r\n\r\n", b"200 OK"),
+        (b"GET http://elsewhere/other HTTP/1.1\r\nHost: elsewhere\r\n\r\n", b"404 Not Found"),
         (b"GET //metrics HTTP/1.1\r\n\r\n", b"404 Not Found"),
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 5\r\n\r\n", b"405 Method Not Allowed"),
         (b"\x16\x03\x01\x02\r\n\r\n", b"400 Bad Request"),
@@ -122,6 +124,20 @@ def test_a_scrape_that_fails_is_a_line_in_the_log_and_the_next_one_may_succeed(
 
     log = serving(work, scrape)
     assert log == "kvshm metrics: a scrape failed: PermissionError: [Errno 13] no way\n"
+
+
+def test_clients_that_are_there_at_the_end_are_no_error(
+    serving: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as idle:
+
+        async def work(port: int) -> None:
+            for _ in range(3):
+                idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+            await get(port)  # the others have been accepted before it
+
+        assert serving(work) == ""
+    assert caplog.text == "", "asyncio logs what its tasks raise"
 
 
 def test_scrapes_at_the_same_time_are_made_one_after_the_other(

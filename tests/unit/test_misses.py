@@ -15,6 +15,7 @@ from kvshm._ground.fingerprint import FIELDS
 from kvshm._ground.ids import Epoch, Fingerprint
 from kvshm._ground.log import LINE_LIMIT
 from kvshm._node import incompatible
+from kvshm._node.incompatible import NO_BIT
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
@@ -298,6 +299,21 @@ def test_a_refusal_is_told_of_the_present_epoch_only(
         assert caplog.text == ""
         handler.apply(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
     assert "refuses this engine: r; do" in caplog.text
+    assert [error.text for error in state.table.errors()] == ["refused: do; r"], "for tools"
+
+
+def test_one_that_joins_without_a_lease_bit_leaves_word_for_tools(
+    state: EpochState, handler: RosterHandler
+) -> None:
+    for bit in (-1, 5):
+        handler.apply(
+            Joined(
+                protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=bit, sequence=0,
+                roster=[], sequences={}, suspected=[], incompatible=[],
+            )
+        )  # fmt: skip
+        assert state.table.lease_bit == bit
+    assert [(error.text, error.times) for error in state.table.errors()] == [(NO_BIT, 1)]
 
 
 def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvshm._ground.ids import Epoch
+from kvshm._node.incompatible import NO_BIT
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.progress import Progress
 from kvshm.tools.node.health import (
@@ -70,6 +71,21 @@ def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
         Progress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress
     )
+
+
+def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
+    refusal = LoggedError(3, 1, 2, "refused: upgrade kvshm in the coordinator's environment")
+    health = found(joined=False, errors=(refusal,))
+    assert health.state is State.DEGRADED
+    assert health.reasons == (f"it is not in the coordinator's roster: {refusal.text}",)
+    assert found(errors=(refusal,)).state is State.HEALTHY, "it has joined since"
+
+
+def test_an_engine_without_a_lease_bit_is_degraded() -> None:
+    told = LoggedError(1, 1, 2, NO_BIT)
+    assert found(lease_bit=None).state is State.HEALTHY, "it may be about to get one"
+    assert found(lease_bit=None, errors=(told,)).reasons == (NO_BIT,)
+    assert found(lease_bit=3, errors=(told,)).state is State.HEALTHY
 
 
 def test_an_engine_without_faults_is_healthy() -> None:

@@ -40,6 +40,15 @@ def test_an_engine_that_there_is_not_is_one_error_for_all_commands(
         assert done.stderr == wanted
 
 
+def test_kv_dump_has_the_same_error(served: ServedNode, tmp_path: Path) -> None:
+    served.serve("e", 1)
+    place = f"--namespace {served.namespace}"
+    done = kvshm(f"kv dump {tmp_path}/f --engine nobody {place}", served.run_dir)
+    assert done.returncode == 4
+    assert done.stderr.startswith("kvshm kv dump: no engine is called 'nobody'; there are: e (")
+    assert not (tmp_path / "f").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "code"), [("status", 3), ("top --once", 1), ("holders", 1), ("dump", 1)]
 )
@@ -53,6 +62,30 @@ def test_that_there_is_nothing_is_an_answer_and_json(
     plain = kvshm(command, served.run_dir)
     assert (plain.returncode, plain.stdout) == (code, "")
     assert "nothing of kvshm" in plain.stderr
+
+
+@pytest.mark.parametrize(("probe", "code"), [("serving", 0), ("live", 2), ("coordinator", 2)])
+def test_where_the_run_directory_cannot_be_used_engines_serve_unshared(
+    served: ServedNode, probe: str, code: int
+) -> None:
+    served.run_dir.chmod(0o777)
+    environ = {**os.environ, "KVSHM_RUN_DIR": str(served.run_dir)}
+    argv = [sys.executable, "-m", "kvshm.tools.cli", "status", "--here", "--probe", probe]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, "has mode 0777" in done.stderr) == (code, "", True)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("status --engine x", 4), ("holders", 0), ("status --namespace X", 2)]
+)
+def test_a_full_disk_under_stderr_changes_no_exit_status(
+    served: ServedNode, command: str, code: int
+) -> None:
+    served.serve("e", 1)
+    argv = [sys.executable, "-m", "kvshm.tools.cli", *command.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*argv, "--run-dir", str(served.run_dir)], stderr=full)
+    assert done.returncode == code
 
 
 def test_that_nobody_holds_a_lease_is_no_failure(served: ServedNode) -> None:

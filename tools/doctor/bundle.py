@@ -40,11 +40,21 @@ SHOWN = NAMED - {"HOME"} | {setting.name for setting in SETTINGS} | {"CUDA_VISIB
 
 def write_bundle(file: Path, seen: Evidence, findings: Findings) -> None:
     """Write the file, of mode 0600.  Raises ConfigError if it is there already or cannot be
-    made."""
+    written; then nothing new is there."""
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
         raise ConfigError(f"--bundle: {file} cannot be made: {exc.strerror}") from exc
+    try:
+        _write(fd, seen, findings)
+    except BaseException as exc:
+        file.unlink(missing_ok=True)
+        if isinstance(exc, OSError):
+            raise ConfigError(f"--bundle: {file} cannot be written: {exc.strerror}") from exc
+        raise
+
+
+def _write(fd: int, seen: Evidence, findings: Findings) -> None:
     redact = redactor(seen.environ)
     with os.fdopen(fd, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
         for name, content in _contents(seen, findings):
@@ -67,7 +77,7 @@ def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
     replaced += [(user, "USER") for user in users]
     replaced += [(name, "HOST") for name in {machine, machine.partition(".")[0]}]
     rules = [
-        (re.compile(rf"(?<![^\W_])(?<!-){re.escape(secret)}(?![^\W_]|-)"), instead)
+        (re.compile(rf"(?<![^\W_]){re.escape(secret)}(?![^\W_])"), instead)
         for secret, instead in sorted(replaced, key=lambda rule: -len(rule[0]))
         if secret
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from kvshm._ground.ids import Epoch
 from kvshm._node.incompatible import differing_field
@@ -17,6 +19,8 @@ from .evidence import Evidence
 
 LIMITS = Limits()
 LAG_SECONDS = 1.0
+AHEAD_NS = 1_000_000_000
+"""Loops go round while the node is read, but not for as long."""
 NO_ENGINE = "there is no engine"
 
 
@@ -58,14 +62,14 @@ def hook_errors(seen: Evidence) -> Finding:
 
 
 def versions(seen: Evidence) -> Finding:
-    """Segments of another layout or that make no sense, and refusals for another version."""
+    """Segments of another layout or that make no sense, and coordinators of another version."""
     unreadable = [
         _cannot_be_read(space, epoch)
         for space in seen.reading.namespaces
         for epoch in space.unreadable
         if epoch not in space.silent
     ]
-    logged = [*_logged(seen, lambda text: "upgrade kvshm" in text)]
+    logged = [*_logged(seen, lambda text: "upgrade kvshm" in text, lambda e: not e.joined)]
     if not seen.reading.namespaces:
         return not_applicable(NO_ENGINE)
     return judged(unreadable + logged, "every segment is of this version", problem)
@@ -109,6 +113,35 @@ def replica_lag(seen: Evidence) -> Finding:
     return _of_engines(seen, found, f"every engine knows blocks within {LAG_SECONDS:g} s", warning)
 
 
+def clocks(seen: Evidence) -> Finding:
+    """Time namespaces, as far as /proc shows them, and times that are yet to come."""
+    if not any(seen.reading.engines):
+        return not_applicable(NO_ENGINE)
+    found = (
+        f"{engine.label} is in another time namespace"
+        for engine in seen.reading.engines
+        if engine.is_readable and (_has_other_clock(engine, seen) or _is_ahead(engine, seen))
+    )
+    return judged(found, "all engines have the clock of this process", warning)
+
+
+def _has_other_clock(engine: EngineReading, seen: Evidence) -> bool:
+    pids = (str(engine.pid_here), "self") if engine.pid_here else ()
+    known = {_time_namespace(seen.proc / pid) for pid in pids} - {""}
+    return len(known) > 1
+
+
+def _time_namespace(process: Path) -> str:
+    try:
+        return os.readlink(process / "ns/time")
+    except OSError:  # an old kernel, another user, or it has ended
+        return ""
+
+
+def _is_ahead(engine: EngineReading, seen: Evidence) -> bool:
+    return max(loop.last_ns for loop in engine.progress) > seen.reading.at_ns + AHEAD_NS
+
+
 def pid_namespaces(seen: Evidence) -> Finding:
     """CUDA takes two processes of equal pid for one process, and opens no handle between them."""
     by_pid: dict[int, list[EngineReading]] = defaultdict(list)
@@ -147,10 +180,14 @@ def copy_paths(seen: Evidence) -> Finding:
     return ok("; ".join(told))
 
 
-def _logged(seen: Evidence, wanted: Callable[[str], bool]) -> Iterator[str]:
+def _logged(
+    seen: Evidence,
+    wanted: Callable[[str], bool],
+    of: Callable[[EngineReading], bool] = lambda engine: True,
+) -> Iterator[str]:
     for engine in seen.reading.engines:
         for error in engine.errors:
-            if wanted(error.text):
+            if of(engine) and wanted(error.text):
                 yield f"{engine.label}: {error.text}"
 
 

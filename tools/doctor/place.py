@@ -22,7 +22,7 @@ from .evidence import Evidence
 from .machine import file_system
 from .processes import Process
 
-NOBODY = "no process of this user has KVSHM_ENABLE=1 in its environment"
+NOBODY = "no engine process of this user is seen"
 
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "afs", "glusterfs",
            "fuse.sshfs", "fuse.glusterfs", "beegfs"}  # fmt: skip

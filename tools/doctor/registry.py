@@ -93,7 +93,7 @@ CHECKS = (
     ),
     Check(
         "versions",
-        "segments of another version of kvshm, or that make no sense",
+        "segments and coordinators of another version of kvshm, and segments that make no sense",
         "install the same version of kvshm for all engines and the coordinator; restart them",
         engines.versions,
     ),
@@ -109,6 +109,13 @@ CHECKS = (
         "how late engines learn of each other's blocks",
         "see whether the coordinator and the engines' client threads go round: kvshm status",
         engines.replica_lag,
+    ),
+    Check(
+        "clocks",
+        "engines of another time namespace, whose times kvshm cannot compare",
+        "run engines, coordinator and this command in one time namespace: status, top and metrics "
+        "take healthy engines for stalled, or stalled ones for healthy",
+        engines.clocks,
     ),
     Check(
         "pid namespaces",

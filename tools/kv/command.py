@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dump = verbs.add_parser(
         "dump",
         help="write published blocks of a running engine to a file",
-        epilog="exit status: 0; 1 nothing was written; 2 wrong command line or setting",
+        epilog="exit status: 0; 1 nothing was written; 2 wrong command line or setting; "
+        "4 no engine is called so",
     )
     dump.add_argument("file", metavar="FILE", type=Path, help="only its owner can read it")
     dump.add_argument("--engine", metavar="NAME|PID|EPOCH", help="default: the only one there is")

@@ -29,6 +29,7 @@ from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, load_transport
 
 from ..fetching import fetch_all
+from ..options import NoSuchEngine
 from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description, packed_regions
 from .roster import ask_for
 
@@ -97,6 +98,8 @@ def _choose(tables: Sequence[SlotTableView], wanted: Wanted) -> SlotTableView:
     ]
     if len(chosen) == 1:
         return chosen[0]
+    if not chosen and wanted.engine is not None and wanted.model is None:
+        raise NoSuchEngine(wanted.engine, [_name(table) for table in living])
     there = "; ".join(f"{_name(table)} of model {table.model}" for table in living) or "none"
     what = "no engine is" if not chosen else "several engines are"
     raise NothingToDump(f"{what} meant; name one with --engine: {there}")

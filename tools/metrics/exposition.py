@@ -61,7 +61,10 @@ def as_text(samples: Samples) -> str:
 def as_accepted(samples: Samples, accept: str) -> tuple[bytes, str]:
     """Return the samples in the best format that an Accept header permits, and its content
     type."""
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except Exception:  # any: prometheus_client trips over headers that make no sense
+        encode, content_type = choose_encoder("")
     return encode(_registry(samples)), content_type
 
 

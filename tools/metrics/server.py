@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 CLIENT_SECONDS = 10.0
 """From the beginning of a connection to its end; Prometheus itself waits as long."""
@@ -84,6 +85,8 @@ class MetricsServer:
                 await self._converse(reader, writer)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             pass  # the client is gone, or too slow
+        except asyncio.CancelledError:
+            pass  # the server ends; asyncio's streams would print a traceback
         finally:
             self._clients -= 1
             writer.transport.abort()
@@ -110,7 +113,7 @@ class MetricsServer:
         if method != "GET":
             refused = HTTPStatus.METHOD_NOT_ALLOWED
             return Answer(refused, b"only GET is answered\n", headers=("Allow: GET",))
-        path = target.partition("?")[0]
+        path = urlsplit(target).path if "://" in target else target.partition("?")[0]
         if path == "/":
             return Answer(HTTPStatus.OK, HELP)
         if path != "/metrics":

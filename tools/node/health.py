@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvshm._node.incompatible import differing_field
+from kvshm._node.incompatible import NO_BIT, REFUSED, differing_field
 from kvshm._shm.progress import SCHEDULER_LOOP, Progress
 
 from .reading import EngineReading, NamespaceReading, NodeReading
@@ -141,7 +141,9 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[str
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
         yield f"ranks that have not opened the epoch: {ranks}"
     if space.coordinated and not engine.joined:
-        yield "it is not in the coordinator's roster"
+        refusals = (e.text for e in reversed(engine.errors) if e.text.startswith(REFUSED))
+        why = next(refusals, "")
+        yield "it is not in the coordinator's roster" + (f": {why}" if why else "")
 
 
 def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
@@ -174,6 +176,8 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     oldest = min(engine.loads_since, default=now_ns)
     if (held := _seconds(oldest, now_ns)) > limits.load:
         yield f"a load holds its leases for {held:.0f} s"
+    if engine.joined and engine.lease_bit is None and any(e.text == NO_BIT for e in engine.errors):
+        yield NO_BIT
     if engine.counters["mismatched"]:
         yield f"{engine.counters['mismatched']} copied blocks differed from what was published"
 
