@@ -22,8 +22,12 @@ log = logger(__name__)
 
 ALL, KVSHM = "kv_transfer_params", "kvshm"
 """The dict in which all connectors find their options, and kvshm's key in it."""
+EXTRA = "vllm_xargs"
+"""What a client calls the other arguments of a request, where kvshm has none."""
 MOST_KEYS = 256
 """In that dict: all are looked at, and no connector needs as many."""
+MOST_LISTED = 16
+"""Of a list in it, the same."""
 OPTIONS = ("share", "report")
 """Both are true or false."""
 ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
@@ -52,7 +56,14 @@ _NOTHING_ASKED = Options()
 
 def options_of(request: Any) -> Options:
     """What the request's ``kv_transfer_params`` ask."""
-    params = request.kv_transfer_params
+    sampling = request.sampling_params  # None: of a pooling model
+    return _asked(request.kv_transfer_params, sampling.extra_args if sampling else None)
+
+
+def _asked(params: object, extra: dict[str, Any] | None) -> Options:
+    """``extra``: the request's other arguments."""
+    if extra and KVSHM in extra:
+        return _refused(EXTRA, {KVSHM: extra[KVSHM]})
     return _NOTHING_ASKED if params is None else options_in(params)
 
 
@@ -76,7 +87,9 @@ def _read(own: object) -> Options:
 
 
 def _holds_options(value: object) -> bool:
-    """Whether kvshm's options stand one level too deep, or below another name."""
+    """Whether kvshm's options stand one level too deep, below another name, or in a list."""
+    if isinstance(value, list):
+        return any(isinstance(one, dict) and _holds_options(one) for one in value[:MOST_LISTED])
     if not isinstance(value, dict):
         return False
     if len(value) > len(OPTIONS) + len(ANSWERED):
@@ -127,12 +140,13 @@ class OptionChecks:
         ``sampling_params`` in the place of the last one's.  An input that is not to be shared ends
         sharing for the rest: its tokens stand in all that follows."""
         extra = session.sampling_params.extra_args or {}
-        if extra.get(ALL) is None or not options_of(session).share:
+        before = _asked(session.kv_transfer_params, None)
+        if not before.share:
             return
-        asked = options_in(extra[ALL])
+        asked = _asked(extra.get(ALL), extra)
         self._tell(asked.mistake)
         if not asked.share:
-            own = {"share": False, "report": options_of(session).report}
+            own = {"share": False, "report": before.report}
             session.kv_transfer_params = {**(session.kv_transfer_params or {}), KVSHM: own}
 
     def _tell(self, mistake: Mistake | None) -> None:

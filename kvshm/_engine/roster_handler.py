@@ -55,7 +55,8 @@ class RosterHandler:
         self._present = present
         self._start = start
         self._logged: dict[int, None] = {}  # in the order of logging
-        self._joined: Epoch | None = None
+        self._joined_at: tuple[int, int] = (0, 0)
+        """The own epoch and the coordinator's with which it last joined."""
         self.refusal = ""
         """Why the coordinator refuses the engine, as last heard; empty if it does not."""
         self.refused: Epoch | None = None
@@ -106,16 +107,19 @@ class RosterHandler:
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))
         if reply.lease_bit == NO_LEASE_BIT:
             state.table.log_error(incompatible.NO_BIT)
-        if self._joined == state.table.epoch:
+        if self._joined_at[0] == state.table.epoch:
             state.table.counters.add(REJOINS, 1)
-        self._joined = state.table.epoch
         state.peers.num_incompatible = len(reply.incompatible)
         for other in reply.incompatible[:MAX_RECORDED]:
             state.table.log_error(incompatible.error_log_entry(other))
             self._log_once(other)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
-        log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
+        here = state.table.epoch, reply.coordinator_epoch
+        level = logging.DEBUG if self._joined_at == here else logging.INFO  # so that peers scan
+        self._joined_at = here
+        text = "joined as %s, lease bit %d, peers to share with: %d"
+        log.log(level, text, who, reply.lease_bit, peers)
 
     def scan_again(self, enough: Callable[[], bool]) -> None:
         if (state := self._present()) is not None:

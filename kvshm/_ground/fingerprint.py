@@ -42,6 +42,7 @@ ROPE = _field("rope", "The cache holds keys that are already rotated by their po
 MODEL_CONFIG = _field(
     "model_config", "The rest of the model's configuration with all overrides: epsilons, scales."
 )
+LORA = _field("lora", "An engine with adapters runs other kernels, even for requests without one.")
 WEIGHTS = _field(
     "weights", "Digest of every parameter and buffer; FP8 scales of the cache are among them."
 )
@@ -51,7 +52,6 @@ MAX_MODEL_LEN = _field(
     "Counts if the model's code reads it (dynamic and long RoPE among others). If not, it is "
     "`any`: it changes nothing before the context ends.",
 )
-LORA = _field("lora", "An engine with adapters runs other kernels, even for requests without one.")
 SPECULATIVE = _field(
     "speculative",
     "The layers of a draft model have a part in each block. Drafting without a model "

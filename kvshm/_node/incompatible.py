@@ -10,6 +10,7 @@ import re
 from kvshm._ground.fingerprint import (
     DTYPE,
     KV_DTYPE,
+    LORA,
     MODEL,
     MODEL_CONFIG,
     PARALLEL,
@@ -24,13 +25,15 @@ from .protocol import IncompatibleEngine
 LINE_CHARACTERS = 600
 """Enough for the names of all fields of a fingerprint."""
 VALUE_CHARACTERS = 64
+ENOUGH_CHARACTERS = 12
+"""Of a value: it is cut no further for the names of other fields that differ."""
 NOT_GIVEN = "(none)"
 REFUSED = "refused: "
 """How the slot table's error log begins an entry about a refusal by the coordinator."""
 NO_BIT = "no lease bit is free, so more of its copies are discarded: use several namespaces"
 """The entry of an engine that has joined as one too many."""
 _ENTRY = re.compile(r"cannot share with (.*?): (\w+) is ", re.DOTALL)
-_OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
+_OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
 
@@ -59,15 +62,16 @@ def reason(other: IncompatibleEngine, size: int) -> str:
     """Return the differences in at most ``size`` characters; of long values the part that
     differs."""
     (name, (ours, theirs)), *others = other.differences.items()
-    frame = f"{name} is  here,  there{'; also ...' if others else ''}"
-    room = max(1, min(VALUE_CHARACTERS, (size - len(frame)) // 2))
+    also = f"; also {' '.join(name for name, _ in others)}" if others else ""
+    least = len(f"{name} is  here,  there{'; also ...' if others else ''}")
+    enough = min(ENOUGH_CHARACTERS, (size - least) // 2)
+    room = (size - len(f"{name} is  here,  there{also}")) // 2
+    room = max(1, min(VALUE_CHARACTERS, max(enough, room)))
     same = [a == b for a, b in zip(ours, theirs, strict=False)]
     equal = same.index(False) if False in same else len(same)
     begin = max(0, equal - room // 2) if max(len(ours), len(theirs)) > room else 0
     ours, theirs = ours[begin : begin + room], theirs[begin : begin + room]
-    text = f"{name} is {ours or NOT_GIVEN} here, {theirs or NOT_GIVEN} there"
-    if others:
-        text += f"; also {' '.join(name for name, _ in others)}"
+    text = f"{name} is {ours or NOT_GIVEN} here, {theirs or NOT_GIVEN} there{also}"
     return text if len(text) <= size else f"{text[: size - 3]}..."
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvshm._ground.timing import TIMING
-from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
+from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Refused, Tick
 from kvshm._shm.layout import NUM_LEASE_BITS
 from kvshm.coordinator.actions import (
     Action,
@@ -31,6 +31,7 @@ from kvshm.coordinator.actions import (
     SweepBits,
     TableUnused,
 )
+from kvshm.coordinator.joining import MAX_OF_PROCESS
 from kvshm.coordinator.state import decide
 
 from .coordinators import UID, engine, new_state
@@ -118,9 +119,13 @@ class Anything(RuleBasedStateMachine):
         sender = Sender(b"route%d" % number, UID, process.told)
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
         actions = decide(self.state, CheckResult(sender, join, None), self.now)
+        [reply] = [a.message for a in actions if isinstance(a, SendReply)]
+        if isinstance(reply, Refused):
+            assert len(process.tables) > MAX_OF_PROCESS, "refused for another reason"
+            process.tables.remove(info.epoch)
+            return
         self.kept.add(info.epoch)
         self.known.add(number)
-        [reply] = [a.message for a in actions if isinstance(a, SendReply)]
         assert isinstance(reply, Joined)
         self.obey(actions)
         bit = reply.lease_bit

@@ -11,7 +11,7 @@ import pytest
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
 from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
-from kvshm._ground.fingerprint import FIELDS
+from kvshm._ground.fingerprint import FIELDS, differences
 from kvshm._ground.ids import Epoch, Fingerprint
 from kvshm._ground.log import LINE_LIMIT
 from kvshm._node import incompatible
@@ -166,6 +166,22 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
         assert "2 there" in text
 
 
+def test_adapters_are_named_before_the_weights_that_differ_by_them() -> None:
+    fields = [dict.fromkeys(FIELDS, "same") for _ in range(2)]
+    for number, of_one in enumerate(fields):
+        of_one |= {"weights": f"{number}" * 64, "lora": "off,rank=16"[4 * number :]}
+    other = IncompatibleEngine("vllm-25181", 7, differences(*fields))
+    said = incompatible.error_log_entry(other)
+    assert said.endswith("; also weights"), said
+    assert said.startswith("cannot share with vllm-25181: lora is ")
+
+
+def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
+    differing = {"weights": ("1" * 64, "2" * 64), "execution": ("1", "2"), "layout": ("1", "2")}
+    said = incompatible.error_log_entry(IncompatibleEngine("vllm-25181", 7, differing))
+    assert said.endswith(f"{'2' * 12} there; also execution layout"), said
+
+
 @pytest.mark.parametrize(
     ("fields", "another"),
     [
@@ -177,6 +193,7 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
         ("parallel weights", False),
         ("quantization weights", False),
         ("weights kv_dtype", False),
+        ("lora weights", False),
         ("dtype parallel", False),
         ("model_config", False),
         ("none_hash block_size", False),
@@ -198,6 +215,21 @@ def test_the_first_join_of_an_epoch_is_no_rejoin(table: AnyTable, handler: Roste
     for joins in range(3):
         handler.apply(reply)
         assert table.counters.read(c.REJOINS) == joins
+
+
+def test_joining_again_with_the_same_coordinator_is_no_event(
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine whose events were lost while it joined does so, to have others scan."""
+    with caplog.at_level(logging.INFO, "vllm.kvshm"):
+        for coordinator in (1, 1, 2):
+            handler.apply(
+                Joined(
+                    protocol=1, coordinator_epoch=coordinator, engine_epoch=OWN_EPOCH, lease_bit=0,
+                    sequence=0, roster=[], sequences={}, suspected=[], incompatible=[],
+                )
+            )  # fmt: skip
+    assert [message[:17] for message in caplog.messages] == ["kvshm: joined as "] * 2
 
 
 def test_both_sides_say_it_once_and_note_it(

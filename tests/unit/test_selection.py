@@ -15,7 +15,7 @@ from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.options import select
 from kvshm.tools.top.looks import Looks
 
-from .dumps import silent_engine
+from .dumps import coordinator_of, silent_engine
 from .served import ServedNode
 
 COMMANDS = ("status", "top --once", "top", "holders", "dump", "dump --leased")
@@ -86,6 +86,22 @@ def test_a_full_disk_under_stderr_changes_no_exit_status(
     with open("/dev/full", "w") as full:
         done = subprocess.run([*argv, "--run-dir", str(served.run_dir)], stderr=full)
     assert done.returncode == code
+
+
+def test_an_engine_that_is_asked_for_is_judged_beside_all_others(served: ServedNode) -> None:
+    for name, epoch in (("a", 1), ("b", 2)):
+        table = served.serve(name, epoch, fingerprint=bytes([epoch]) * 32, model="m").table
+        other = "b" if name == "a" else "a"
+        table.log_error(f"cannot share with {other}: dtype is x here, y there")
+        table.set_life(0)
+    with coordinator_of(served, *(engine.table for engine in served.engines)):
+        told = json.loads(kvshm("status --json", served.run_dir).stdout)
+        alone = json.loads(kvshm("status --json --engine a", served.run_dir).stdout)
+        code = kvshm("status --engine a", served.run_dir).returncode
+    every = {engine["engine"]: engine for engine in told["namespaces"][0]["engines"]}
+    assert alone["namespaces"][0]["engines"] == [every["a"]]
+    assert "dtype is x here" in every["a"]["reasons"][0]
+    assert code == 1
 
 
 def test_that_nobody_holds_a_lease_is_no_failure(served: ServedNode) -> None:

@@ -29,9 +29,13 @@ from .conftest import Lines
 from .scheduling import BLOCK_SIZE, Make, prompt
 
 
-def request(params: Any) -> Any:
+def request(params: Any, extra: dict[str, Any] | None = None) -> Any:
     return SimpleNamespace(
-        kv_transfer_params=params, lora_request=None, mm_features=[], cache_salt=None
+        kv_transfer_params=params,
+        sampling_params=SimpleNamespace(extra_args=extra),
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
     )
 
 
@@ -45,7 +49,7 @@ UNDERSTOOD: list[tuple[Any, Options]] = [
     ({"kvshm": {"report": True, "share": False}}, Options(share=False, report=True)),
     ({"kvshm": {**dict.fromkeys(ANSWERED, 3), "share": False}}, Options(share=False)),
     ({"do_remote_prefill": True, "tp_size": 2, "remote_host": "h"}, Options()),
-    ({"other": {"share": False, "lease": 3}, "more": {}, "ids": [1]}, Options()),
+    ({"other": {"share": False, "lease": 3}, "more": {}, "ids": [1, {}, "kvshm"]}, Options()),
 ]
 
 
@@ -90,6 +94,10 @@ MISTAKES = [
         "kv_transfer_params['kvshm']",
     ),
     (
+        {"x": [1, {"kvshm": 0}]},
+        "'x': [1, {'kvshm': 0}] holds what belongs into kv_transfer_params['kvshm']",
+    ),
+    (
         {"kvshmm": {"share": False}},
         "'kvshmm': {'share': False} is not an option of kvshm; did you mean kvshm?",
     ),
@@ -98,6 +106,19 @@ MISTAKES = [
         "'KV_SHM': {'share': False} is not an option of kvshm; did you mean kvshm?",
     ),
 ]
+
+
+def test_options_beside_kv_transfer_params_are_no_consent() -> None:
+    """vLLM hands on what a client sends as ``vllm_xargs``."""
+    wrong = request({"kvshm": {"share": True}}, {"kvshm": '{"share": false}', "other": 1})
+    asked = options_of(wrong)
+    assert not may_share(wrong, Share.ALL)
+    assert asked.mistake is not None
+    assert explain(asked.mistake) == (
+        "'vllm_xargs': {'kvshm': '{\"share\": false}'} holds what belongs into "
+        "kv_transfer_params['kvshm']"
+    )
+    assert options_of(request(None, {"other": 1})) == Options()
 
 
 @pytest.mark.parametrize(("params", "line"), MISTAKES, ids=[line for _, line in MISTAKES])

@@ -201,7 +201,11 @@ EVENTS = (
     ),
     _counter("index_full", "Events that the replica index had no room for.", "index_full"),
     _counter("resyncs", "Slot tables read again after a gap in the events.", "resyncs"),
-    _counter("rejoins", "Times that the engine joined a coordinator again.", "rejoins"),
+    _counter(
+        "rejoins",
+        "Times that the engine joined again: with a new coordinator, or so that others scan.",
+        "rejoins",
+    ),
     _counter("bad_messages", "Messages that could not be read and were dropped.", "bad_messages"),
 )
 MEMORY = (

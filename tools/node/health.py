@@ -87,7 +87,7 @@ def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: L
 def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> tuple[State, str]:
     """Judge a namespace's coordinator; returns its state and what is wrong.  Without an engine in
     its roster only its socket tells of it."""
-    if not space.coordinated and not space.engines and _none_means_to_share(space):
+    if not space.coordinated and not space.whole.engines and _none_means_to_share(space.whole):
         return State.HEALTHY, f"{NO_COORDINATOR}, and no engine means to share"
     if not space.coordinated:
         return State.DEGRADED, f"{NO_COORDINATOR}: engines hear of no new engine"
@@ -162,7 +162,7 @@ def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
 
 def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
     """Why it shares with nobody, if engines of its model are here and none is compatible."""
-    others = [e for e in space.engines if e.epoch != engine.epoch and not _why_dead(e)]
+    others = [e for e in space.whole.engines if e.epoch != engine.epoch and not _why_dead(e)]
     alike = {e.name for e in others if e.model == engine.model}
     if not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return

@@ -142,12 +142,20 @@ class NamespaceReading:
     """The pids of engines in this process's container, also of those that cannot be read."""
     declined: tuple[Declined, ...] = ()
     """Engines that share nothing, as they say themselves."""
+    beside: NamespaceReading | None = None
+    """The whole namespace, if this is a part of it: each engine is judged by all others."""
+
+    @property
+    def whole(self) -> NamespaceReading:
+        """The namespace with all of its engines."""
+        return self.beside or self
 
     @property
     def known_to_peers(self) -> Iterator[PeerReading]:
         """What replicas know of engines whose tables are not known; repeats itself."""
-        shown = {engine.epoch for engine in self.engines}
-        rows = (peer for engine in self.engines for peer in engine.peers)
+        engines = self.whole.engines
+        shown = {engine.epoch for engine in engines}
+        rows = (peer for engine in engines for peer in engine.peers)
         return (peer for peer in rows if peer.epoch not in shown)
 
     def peer(self, epoch: Epoch) -> PeerReading | None:
@@ -173,6 +181,7 @@ class NamespaceReading:
             declined=tuple(d for d in self.declined if is_meant((d.engine, str(d.pid)), d.is_here)),
             ended=tuple(epoch for epoch in self.ended if is_meant(self.names_of(epoch), False)),
             unreadable=unreadable,
+            beside=self.whole,
         )
 
     def names_of(self, epoch: Epoch) -> tuple[str, ...]:
