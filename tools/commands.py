@@ -75,6 +75,8 @@ def _prepare_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     sys.stderr = cast(TextIO, _Forgiving(sys.stderr))
 
 

@@ -23,7 +23,8 @@ from kvshm.errors import ConfigError
 
 from .check import Findings, check
 from .commands import run_alone
-from .options import NoSuchEngine, add_selection, find_place
+from .node.reader import NodeReader
+from .options import add_selection, find_place, select
 from .plain_text import clean, cleaned
 from .render import ended, name_of, render
 from .report import Filters, Json, build_report
@@ -101,11 +102,8 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
 
 def _check_engine(run_dir: Path, namespace: str | None, wanted: str) -> None:
     """Raises NoSuchEngine if no engine is called so."""
-    parts = ("engines", "replicas", "unreadable", "ended")
-    meant = _report(run_dir, namespace, Filters(wanted))["namespaces"]
-    if not any(space[part] for space in meant for part in parts):
-        every = _report(run_dir, namespace, Filters())["namespaces"]
-        raise NoSuchEngine(wanted, [e["engine"] for space in every for e in space["engines"]])
+    with NodeReader(run_dir, namespace) as reader:
+        select(reader.read(), wanted)
 
 
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:

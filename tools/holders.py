@@ -118,7 +118,7 @@ def _of_peer(bit: int, holder: PeerReading | None, space: NamespaceReading) -> J
     known: Json = {"holder": f"lease bit {bit}", "process": "unknown", "pid": None, "epoch": None}
     if holder is not None:
         known = {
-            "holder": holder.name,
+            "holder": space.label_of(holder.epoch),
             "process": "alive" if holder.epoch in space.unreadable else "ended",
             "pid": space.pids_here.get(holder.epoch),
             "epoch": f"{holder.epoch:016x}",

@@ -7,8 +7,9 @@ whose options cannot be understood is not shared: its client may have meant ``sh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ EXTRA = "vllm_xargs"
 """What a client calls the other arguments of a request, where kvshm has none."""
 MOST_KEYS = 256
 """In that dict: all are looked at, and no connector needs as many."""
-MOST_LISTED = 16
-"""Of a list in it, the same."""
+MOST_LISTED, MOST_LOOKED_THROUGH = 16, 64
+"""Of a list in it, and of all lists together."""
 OPTIONS = ("share", "report")
 """Both are true or false."""
 ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
@@ -62,8 +63,10 @@ def options_of(request: Any) -> Options:
 
 def _asked(params: object, extra: dict[str, Any] | None) -> Options:
     """``extra``: the request's other arguments."""
-    if extra and KVSHM in extra:
-        return _refused(EXTRA, {KVSHM: extra[KVSHM]})
+    if isinstance(extra, dict) and len(extra) > (ALL in extra):
+        for key in islice(extra, MOST_KEYS):
+            if key != ALL and (key == KVSHM or _names_kvshm(_text(key))):
+                return _refused(EXTRA, {key: extra[key]})
     return _NOTHING_ASKED if params is None else options_in(params)
 
 
@@ -72,8 +75,11 @@ def options_in(params: object) -> Options:
     if not isinstance(params, dict) or len(params) > MOST_KEYS:
         return Options(share=False, mistake=Mistake(ALL, params))
     for key, value in params.items():
-        if key != KVSHM and (_means_kvshm(str(key)[:100]) or _holds_options(value)):
+        if key != KVSHM and (_means_kvshm(_text(key)) or _holds_options(value)):
             return _refused(key, value)
+    for key, one in islice(_listed(params), MOST_LOOKED_THROUGH):
+        if _holds_options(one):
+            return _refused(key, params[key])
     return _read(params[KVSHM]) if KVSHM in params else _NOTHING_ASKED
 
 
@@ -87,17 +93,24 @@ def _read(own: object) -> Options:
 
 
 def _holds_options(value: object) -> bool:
-    """Whether kvshm's options stand one level too deep, below another name, or in a list."""
-    if isinstance(value, list):
-        return any(isinstance(one, dict) and _holds_options(one) for one in value[:MOST_LISTED])
+    """Whether kvshm's options stand one level too deep, or below another name."""
     if not isinstance(value, dict):
         return False
     if len(value) > len(OPTIONS) + len(ANSWERED):
         return KVSHM in value  # another connector's: not looked through
-    return KVSHM in value or (
-        any(option in value for option in OPTIONS)
-        and all(key in OPTIONS or key in ANSWERED for key in value)
+    if any(key == KVSHM or _names_kvshm(_text(key)) for key in value):
+        return True
+    return any(option in value for option in OPTIONS) and all(
+        key in OPTIONS or key in ANSWERED for key in value
     )
+
+
+def _listed(params: dict[Any, Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """The dicts in lists: ``{"connectors": [{"kvshm": ...}]}``.  Lists of numbers may be long."""
+    for key, value in params.items():
+        for one in value[:MOST_LISTED] if isinstance(value, list) else ():
+            if isinstance(one, dict):
+                yield key, one
 
 
 def _refused(option: object, value: object) -> Options:
@@ -169,19 +182,30 @@ def explain(mistake: Mistake) -> str:
         return f"{option} has more than {MOST_KEYS} keys"
     if option in (KVSHM, ALL):
         return f"{shown} is not an object"
-    if not _means_kvshm(str(option)[:100]) and _holds_options(value):
+    listed = [one for _, one in _listed({option: value})]
+    if not _means_kvshm(_text(option)) and any(map(_holds_options, (value, *listed))):
         return f"{shown} holds what belongs into {ALL}[{KVSHM!r}]"
     nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, (*OPTIONS, KVSHM), 0.6)
     remedy = f"did you mean {nearest}?" if nearest else f"there are {' and '.join(OPTIONS)}"
     return f"{shown} is not an option of kvshm; {remedy}"
 
 
+def _text(key: object) -> str:
+    """The beginning of a key; empty if it is no text."""
+    return str(key[:100]) if isinstance(key, str | bytes) else ""
+
+
 @lru_cache(maxsize=16 * MOST_KEYS)  # else a few odd requests in turns cost milliseconds each
 def _means_kvshm(key: str) -> bool:
     """Whether a key that is not kvshm's was meant to be, or is one of its options that stands
     beside it."""
-    letters = _letters(key)
-    if KVSHM in letters or letters in OPTIONS:
+    return _names_kvshm(key) or _letters(key) in OPTIONS
+
+
+@lru_cache(maxsize=16 * MOST_KEYS)
+def _names_kvshm(key: str) -> bool:
+    """Whether a key is kvshm's, however it is written."""
+    if KVSHM in _letters(key):
         return True
     # Four letters in common are what the cutoff needs; the comparison itself takes some 20 us.
     alike = 4 <= len(key) <= 7 and len(set(KVSHM) & set(key.lower())) >= 4

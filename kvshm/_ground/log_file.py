@@ -6,9 +6,11 @@ processes do not mix.  A line that the file does not take goes elsewhere; the pr
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvshm.errors import ConfigError
@@ -100,9 +102,10 @@ class LogFile(logging.Handler):
         data = line.encode(errors="backslashreplace") + b"\n"
         if self._torn:
             data = b"\n" + data
-        written = os.write(file.fd, data)
-        if written:
-            self._torn = written < len(data) and not _take_back(file.fd, written)
+        with _others_wait(file.fd):
+            written = os.write(file.fd, data)
+            if written:
+                self._torn = written < len(data) and not _take_back(file.fd, written)
         if written < len(data):
             raise OSError(f"only {written} of {len(data)} bytes were written")
 
@@ -128,6 +131,18 @@ class LogFile(logging.Handler):
             os.close(fd)
             raise
         return _Open(fd, (found.st_dev, found.st_ino))
+
+
+@contextmanager
+def _others_wait(fd: int) -> Iterator[None]:
+    """Hold the file's lock, unless another process has it, which may be stopped."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _take_back(fd: int, written: int) -> bool:

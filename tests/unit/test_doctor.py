@@ -23,7 +23,7 @@ from kvshm._shm.traffic import Traffic
 from kvshm.coordinator.joining import who_upgrades
 from kvshm.errors import ConfigError, VersionMismatch
 from kvshm.tools.doctor import devices, engines, machine, place
-from kvshm.tools.doctor.bundle import write_bundle
+from kvshm.tools.doctor.bundle import redactor, write_bundle
 from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
 from kvshm.tools.doctor.evidence import Evidence, gather
 from kvshm.tools.doctor.processes import Process, Processes, find_processes
@@ -306,6 +306,11 @@ def test_engines_with_another_clock_are_told(
         Result.WARNING,
         "a is in another time namespace",
     )
+
+
+def test_a_bundle_keeps_the_words_that_a_report_needs() -> None:
+    redact = redactor({"USER": "vllm", "LOGNAME": "alice"})
+    assert redact("vllm-7 of alice-x") == "vllm-7 of USER-x"
 
 
 def test_a_bundle_for_which_the_disk_has_no_room_leaves_no_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import resource
@@ -135,6 +136,13 @@ def test_part_of_a_line_that_cannot_be_taken_back_is_a_line(
     assert len(torn) == 10
     assert "1 lines before this one" in told
     assert last.endswith("message=next")
+
+
+def test_a_lock_that_another_process_holds_holds_nobody_up(log: Log) -> None:
+    with open(log.path) as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        log.write("one")
+    assert (log.messages(), log.elsewhere) == (["one"], [])
 
 
 def refused(*_: int) -> None:

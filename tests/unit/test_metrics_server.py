@@ -89,6 +89,8 @@ def test_metrics_are_answered_in_the_format_that_is_accepted(serving: Callable[.
         (b"GET /metric HTTP/1.1\r\n\r\n", b"404 Not Found"),
         (b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b"404 Not Found"),
         (b"GET http://elsewhere/metrics HTTP/1.1\r\nHost: elsewhere\r\n\r\n", b"200 OK"),
+        (b"GET http://[x/metrics HTTP/1.1\r\n\r\n", b"200 OK"),
+        (b"GET http://[x HTTP/1.1\r\n\r\n", b"200 OK"),
         (b"GET http://elsewhere/other HTTP/1.1\r\nHost: elsewhere\r\n\r\n", b"404 Not Found"),
         (b"GET //metrics HTTP/1.1\r\n\r\n", b"404 Not Found"),
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 5\r\n\r\n", b"405 Method Not Allowed"),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.ids import Epoch, LeaseBit
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.options import select
 from kvshm.tools.top.looks import Looks
@@ -45,7 +46,7 @@ def test_kv_dump_has_the_same_error(served: ServedNode, tmp_path: Path) -> None:
     place = f"--namespace {served.namespace}"
     done = kvshm(f"kv dump {tmp_path}/f --engine nobody {place}", served.run_dir)
     assert done.returncode == 4
-    assert done.stderr.startswith("kvshm kv dump: no engine is called 'nobody'; there are: e (")
+    assert done.stderr.startswith("kvshm kv dump: no engine is called 'nobody'; there are: e\n")
     assert not (tmp_path / "f").exists()
 
 
@@ -83,9 +84,11 @@ def test_a_full_disk_under_stderr_changes_no_exit_status(
 ) -> None:
     served.serve("e", 1)
     argv = [sys.executable, "-m", "kvshm.tools.cli", *command.split()]
+    place = ["--run-dir", str(served.run_dir)]
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*argv, "--run-dir", str(served.run_dir)], stderr=full)
-    assert done.returncode == code
+        assert subprocess.run([*argv, *place], stderr=full).returncode == code
+    closed = ["sh", "-c", '"$@" 2>&-', "sh", *argv, *place]
+    assert subprocess.run(closed).returncode == code
 
 
 def test_an_engine_that_is_asked_for_is_judged_beside_all_others(served: ServedNode) -> None:
@@ -119,8 +122,31 @@ def test_a_silent_engine_has_the_name_by_which_others_know_it(served: ServedNode
         looks = Looks(reader)
         view = looks.look()
         reading = select(reader.read(), "b")
+        for command in ("dump", f"kv dump {served.run_dir}/f --namespace {served.namespace}"):
+            assert kvshm(f"{command} --engine b", served.run_dir).returncode == 1, "it is there"
         nobody = kvshm("status --engine nobody", served.run_dir)
     (space,) = reading.namespaces
     assert (space.engines, [*space.unreadable]) == ((), [5])
     assert [fault.engines for fault in view.faults if "no answer within" in fault.text] == [("b",)]
     assert f"there are: a, b (epoch {5:016x}, pid {os.getpid()})" in nobody.stderr
+
+
+def test_an_ended_engine_is_told_from_a_living_one_of_its_name(served: ServedNode) -> None:
+    """In containers of their own all engines may have pid 1, and one name."""
+    importer, exporter = served.serve("e", 1).table, served.serve("x", 2)
+    for epoch, bit in ((Epoch(5), 7), (Epoch(6), 8)):
+        exporter.replica.add_row(epoch, "e", 26, LeaseBit(bit))
+        served.serve("gone", epoch).crash()
+    importer.set_lease_bit(LeaseBit(3))
+    exporter.table.set_life(0)
+    record = pack_records([BlockRecord(BlockHash(bytes(32)), BlockId(0), Generation(0), 0)])
+    exporter.table.publish(record, bytes(8))
+    for bit in (3, 7):
+        exporter.table.lease(LeaseBit(bit), record)
+    with NodeReader(served.run_dir, served.namespace) as reader:
+        view = Looks(reader).look()
+    ended = [f.engines for f in view.faults if f.text == "its process has ended"]
+    assert ended == [(f"e-{5:016x}", f"e-{6:016x}")]
+    holders = json.loads(kvshm("holders --json", served.run_dir).stdout)
+    told = [(row["holder"], row["process"], row["bit"]) for row in holders]
+    assert told == [("e", "alive", 3), (f"e-{5:016x}", "ended", 7)]

@@ -29,7 +29,7 @@ from .conftest import Lines
 from .scheduling import BLOCK_SIZE, Make, prompt
 
 
-def request(params: Any, extra: dict[str, Any] | None = None) -> Any:
+def request(params: Any, extra: Any = None) -> Any:
     return SimpleNamespace(
         kv_transfer_params=params,
         sampling_params=SimpleNamespace(extra_args=extra),
@@ -94,6 +94,10 @@ MISTAKES = [
         "kv_transfer_params['kvshm']",
     ),
     (
+        {"o": {"KV_SHM": {}}},
+        "'o': {'KV_SHM': {}} holds what belongs into kv_transfer_params['kvshm']",
+    ),
+    (
         {"x": [1, {"kvshm": 0}]},
         "'x': [1, {'kvshm': 0}] holds what belongs into kv_transfer_params['kvshm']",
     ),
@@ -118,7 +122,10 @@ def test_options_beside_kv_transfer_params_are_no_consent() -> None:
         "'vllm_xargs': {'kvshm': '{\"share\": false}'} holds what belongs into "
         "kv_transfer_params['kvshm']"
     )
-    assert options_of(request(None, {"other": 1})) == Options()
+    for key in ("kvshm_share", "kvshm.share", "KVSHM", "kv_shm", "kvshmm"):
+        assert not may_share(request(None, {key: "no"}), Share.ALL)
+    for extra in ({"other": 1}, {"share": 0}, {"kv_transfer_params": {}}, {}, ["kvshm"]):
+        assert options_of(request(None, extra)) == Options()  # may be another's, or of no client
 
 
 @pytest.mark.parametrize(("params", "line"), MISTAKES, ids=[line for _, line in MISTAKES])

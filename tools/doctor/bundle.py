@@ -35,6 +35,8 @@ HASHES = {"hash", "hashes", "last_hash", "block_hash", "hash_prefix", "blocks", 
 """Keys of a dump whose values are, or contain, block hashes."""
 PACKAGES = ("kvshm", "vllm", "torch", "transformers", "pyzmq", "msgspec", "xxhash")
 LIMITS = ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK", "RLIMIT_AS", "RLIMIT_NPROC", "RLIMIT_CORE")
+NO_SECRETS = {"default", "engine", "kvshm", "localhost", "node", "root", "vllm"}
+"""Names of users and machines that tell nothing, and without which a report tells nothing."""
 SHOWN = NAMED - {"HOME"} | {setting.name for setting in SETTINGS} | {"CUDA_VISIBLE_DEVICES"}
 
 
@@ -79,7 +81,7 @@ def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
     rules = [
         (re.compile(rf"(?<![^\W_]){re.escape(secret)}(?![^\W_])"), instead)
         for secret, instead in sorted(replaced, key=lambda rule: -len(rule[0]))
-        if secret
+        if secret and secret not in NO_SECRETS
     ]
     rules.append((re.compile(r"(?<=/home/)[^/\"\s]+"), "USER"))
 
@@ -124,9 +126,9 @@ def _dump(seen: Evidence) -> Json:
 
 
 def _every_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The same JSON with each key and text changed."""
+    """The same JSON with each text changed, but for keys, which are kvshm's own."""
     if isinstance(value, dict):
-        return {change(key): _every_text(one, change) for key, one in value.items()}
+        return {key: _every_text(one, change) for key, one in value.items()}
     if isinstance(value, list):
         return [_every_text(one, change) for one in value]
     return change(value) if isinstance(value, str) else value

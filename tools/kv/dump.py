@@ -29,7 +29,8 @@ from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, load_transport
 
 from ..fetching import fetch_all
-from ..options import NoSuchEngine
+from ..node.reader import NodeReader
+from ..options import NoSuchEngine, select
 from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description, packed_regions
 from .roster import ask_for
 
@@ -71,7 +72,13 @@ class Dump:
 def read_engine(run_dir: Path, namespace: str, wanted: Wanted) -> Dump:
     """Read the wanted blocks.  Changes nothing in the engine.  Raises KvshmError or OSError."""
     with fetch_all(run_dir, namespace) as found:
-        table = _choose([one.table for one in found if one.table is not None], wanted)
+        try:
+            table = _choose([one.table for one in found if one.table is not None], wanted)
+        except NoSuchEngine:
+            with NodeReader(run_dir, namespace) as reader:
+                select(reader.read(), wanted.engine)
+            why = f"engine {wanted.engine} does not answer, has ended or shares nothing"
+            raise NothingToDump(f"{why}: see kvshm status") from None
         info = ask_for(run_dir, namespace, table)
         with closing(_Reader(run_dir, namespace, table, info)) as reader:
             # Last: an engine that reuses blocks all the time has others a moment later.

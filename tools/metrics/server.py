@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 CLIENT_SECONDS = 10.0
 """From the beginning of a connection to its end; Prometheus itself waits as long."""
@@ -113,7 +112,9 @@ class MetricsServer:
         if method != "GET":
             refused = HTTPStatus.METHOD_NOT_ALLOWED
             return Answer(refused, b"only GET is answered\n", headers=("Allow: GET",))
-        path = urlsplit(target).path if "://" in target else target.partition("?")[0]
+        path = target.partition("?")[0]
+        if "://" in path:  # as through a proxy
+            path = "/" + path.partition("://")[2].partition("/")[2]
         if path == "/":
             return Answer(HTTPStatus.OK, HELP)
         if path != "/metrics":

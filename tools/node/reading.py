@@ -162,6 +162,16 @@ class NamespaceReading:
         """What a replica knows of this engine, whose table is not known."""
         return next((peer for peer in self.known_to_peers if peer.epoch == epoch), None)
 
+    def label_of(self, epoch: Epoch) -> str:
+        """The name of an engine whose table is not known, made unique as ``EngineReading.label``
+        is."""
+        unknown = {*self.whole.ended, *self.whole.unreadable, epoch}
+        names = {other: peer.name for other in unknown if (peer := self.whole.peer(other))}
+        if (name := names.get(epoch)) is None:
+            return f"{epoch:016x}"
+        taken = [*(e.label for e in self.whole.engines), *(names[e] for e in names if e != epoch)]
+        return f"{name}-{epoch:016x}" if name in taken else name
+
     def name_of(self, epoch: Epoch) -> str:
         """How log lines name an engine whose table is not known."""
         peer = self.peer(epoch)

@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvshm._ground.ids import Epoch
-
 from ..node.health import ALONE, Health, Limits, State, judge_coordinator
-from ..node.reading import EngineReading, NamespaceReading, NodeReading
+from ..node.reading import EngineReading, NodeReading
 from .copies import Copies
 
 
@@ -72,17 +70,12 @@ def _of_spaces(reading: NodeReading, limits: Limits) -> Iterator[Fault]:
         if state is not State.HEALTHY:
             yield Fault("state", (), f"namespace {space.name}: {reason}")
         for epoch in space.ended:
-            yield Fault("state", (_label(space, epoch),), "its process has ended")
+            yield Fault("state", (space.label_of(epoch),), "its process has ended")
         for epoch, problem in space.unreadable.items():
-            yield Fault("state", (_label(space, epoch),), problem)
+            yield Fault("state", (space.label_of(epoch),), problem)
         for told in space.declined:
             if not told.on_purpose:
                 yield Fault("declined", (told.engine,), f"not sharing: {told.reason}")
-
-
-def _label(space: NamespaceReading, epoch: Epoch) -> str:
-    peer = space.peer(epoch)
-    return peer.name if peer else f"{epoch:016x}"
 
 
 def _of_states(judged: Sequence[tuple[EngineReading, Health]]) -> Iterator[Fault]:
