@@ -66,8 +66,8 @@ seen.
 
 `--bundle FILE` writes what a bug report needs: what the checks found, the reports of `kvshm status`
 and `kvshm dump`, versions, settings and limits. Block hashes, command lines, other variables, the
-names of users and of the machine, and home directories are left out or replaced. Look through the
-file before you send it.
+names of users and of the machine, and home directories are left out or replaced; names that tell
+nothing, such as `root` and `vllm`, stay. Look through the file before you send it.
 
 | check | looks at | remedy |
 |---|---|---|""".splitlines()

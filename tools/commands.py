@@ -70,13 +70,12 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 
 def _prepare_output() -> None:
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     sys.stderr = cast(TextIO, _Forgiving(sys.stderr))
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HELP = "print a script by which a shell completes this command"
-PATHS, DIRECTORIES = ("FILE", "PATH", "DUMP"), ("run_dir", "directory")
-"""Whose arguments are files or directories."""
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -26,10 +24,9 @@ def run(asked: argparse.Namespace) -> int:
     import shtab
 
     for action in _options_of(asked.parser):
-        if action.metavar in PATHS or action.type is Path:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]  # of shtab
-        elif action.dest in DIRECTORIES:
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        if action.type is Path or action.dest == "run_dir":
+            what = shtab.FILE if action.type is Path else shtab.DIRECTORY
+            action.complete = what  # type: ignore[attr-defined]  # shtab looks for it
     print(shtab.complete(asked.parser, asked.shell))
     return 0
 

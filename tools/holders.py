@@ -97,7 +97,7 @@ def _about(bit: int, space: NamespaceReading, now_ns: int) -> Json:
     with_bit = [e for e in space.engines if e.lease_bit == bit]
     if with_bit:
         return _of_engine(bit, min(with_bit, key=lambda e: e.owner_died), now_ns)
-    peers = [p for p in space.known_to_peers if p.lease_bit == bit]
+    peers = [p for p in space.known_to_peers.values() if p.lease_bit == bit]
     return _of_peer(bit, min(peers, key=lambda p: p.suspected, default=None), space)
 
 

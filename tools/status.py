@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvshm._ground.declined import Declined
 from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name
-from kvshm.errors import KvshmError
+from kvshm.errors import ConfigError, KvshmError
 
 from .node.health import NO_COORDINATOR, Health, Limits, State, judge, judge_coordinator, judge_node
 from .node.reader import NodeReader
@@ -76,7 +76,8 @@ def run(asked: argparse.Namespace) -> int:
         return _run(asked)
     except (KvshmError, OSError) as exc:
         # An engine that cannot use the run directory serves unshared: no reason to stop it.
-        if asked.probe != "serving" or asked.namespace is not None or asked.run_dir is not None:
+        mistyped = isinstance(exc, ConfigError) and (asked.namespace or asked.run_dir)
+        if asked.probe != "serving" or mistyped:
             raise
         print(f"kvshm status: nothing is known of the engines: {clean(str(exc))}", file=sys.stderr)
         return 0

@@ -136,8 +136,12 @@ class OptionChecks:
         self._log_limit = RateLimit(clock)
 
     def check(self, request: Any) -> None:
-        """A request has arrived."""
-        self._tell(options_of(request).mistake)
+        """A request has arrived.  Of a session only what vLLM keeps: ``step_built`` looks at each
+        input's ``vllm_xargs``, the first one's too."""
+        if request.resumable:
+            self._tell(_asked(request.kv_transfer_params, None).mistake)
+        else:
+            self._tell(options_of(request).mistake)
 
     def step_built(self, new: Sequence[Any], vllm: VllmScheduler | None) -> None:
         """A step is about to be dispatched.  ``new``: what vLLM tells its workers of requests, of

@@ -80,6 +80,24 @@ def test_a_stopped_coordinator_is_a_problem(node: Node) -> None:
     assert (result, "coordinator stalled: it does not answer" in told) == ("problem", True)
 
 
+NEWER = (
+    "import sys; from kvshm._node import protocol; protocol.PROTOCOL_VERSION += 1; "
+    "from kvshm.coordinator.__main__ import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def test_a_coordinator_of_another_version_is_a_problem_that_is_named(node: Node) -> None:
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    newer = node.processes.start("coordinator", sys.executable, "-c", NEWER, *place)
+    newer.wait_err("event=serving")
+    engine = toys.start(node, 1, "--peers", "0", "--loads", "0", "--unshared")
+    newer.wait_err("event=refused")
+    wait_until(lambda: results(node)["versions"][0] == "problem", "the engine hears of it")
+    told = "refused: upgrade kvshm in the engine's environment to "
+    assert f"toy-{engine.pid}: {told}" in results(node)["versions"][1]
+    assert f"it is not in the coordinator's roster: {told}" in results(node)["engines"][1]
+
+
 def test_what_engine_processes_were_started_with_is_judged(node: Node) -> None:
     """Each is named by its pid, and nothing else of its environment is printed."""
     node.run_dir.chmod(0o700)

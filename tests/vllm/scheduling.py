@@ -170,15 +170,9 @@ class DrivenEngine:
         self.scheduler.add_request(request)
         return request
 
-    def continue_session(
-        self,
-        name: str,
-        tokens: list[int],
-        max_tokens: int = 4,
-        extra_args: dict[str, Any] | None = None,
-    ) -> None:
+    def continue_session(self, name: str, tokens: list[int], **more: Any) -> None:
         """The client of a resumable request sends its next input."""
-        self.add(name, tokens, max_tokens, extra_args, resumable=True)
+        self.add(name, tokens, resumable=True, **more)
 
     def schedule(self) -> Sent:
         return Sent(self.scheduler.schedule())

@@ -104,7 +104,8 @@ class Rank:
             # Fewer than there were drafts, and this vLLM stops with an error.
             length = self.rnd.randint(NUM_DRAFTS + 1, BLOCK_SIZE)
             tokens = [self.rnd.randint(1, 3) for _ in range(length)]
-            self.e.continue_session(session.request_id, tokens, self.rnd.randint(1, 30))
+            length = self.rnd.randint(1, 30)
+            self.e.continue_session(session.request_id, tokens, max_tokens=length)
             session.sampling_params.stop_token_ids = [STOP]
             self.note(session)
 

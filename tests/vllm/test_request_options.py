@@ -177,6 +177,18 @@ def test_a_mistake_counts_once_a_request_and_is_logged_once_a_minute(
     assert e.ready()
 
 
+def test_an_option_beside_them_in_a_sessions_first_input_is_counted_once(engine: Make) -> None:
+    e = engine()
+    e.add("s", prompt(2), max_tokens=1, extra_args={"kvshm.share": "no"}, resumable=True)
+    for _ in range(2):
+        e.step()
+    e.continue_session("s", prompt(2, first=700), max_tokens=1)
+    for _ in range(3):
+        e.step()
+    assert e.table.counters.read(BAD_OPTIONS) == 1
+    assert not e.ready()
+
+
 @pytest.mark.parametrize(
     ("first", "later", "bad"),
     [

@@ -139,7 +139,8 @@ def _time_namespace(process: Path) -> str:
 
 
 def _is_ahead(engine: EngineReading, seen: Evidence) -> bool:
-    return max(loop.last_ns for loop in engine.progress) > seen.reading.at_ns + AHEAD_NS
+    latest = max((loop.last_ns for loop in engine.progress), default=0)
+    return latest > seen.reading.at_ns + AHEAD_NS
 
 
 def pid_namespaces(seen: Evidence) -> Finding:

@@ -63,7 +63,7 @@ def as_accepted(samples: Samples, accept: str) -> tuple[bytes, str]:
     type."""
     try:
         encode, content_type = choose_encoder(accept)
-    except Exception:  # any: prometheus_client trips over headers that make no sense
+    except (TypeError, ValueError):  # what prometheus_client makes of a version that is none
         encode, content_type = choose_encoder("")
     return encode(_registry(samples)), content_type
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from kvshm._ground.declined import Declined
 from kvshm._ground.ids import Epoch
@@ -150,27 +152,31 @@ class NamespaceReading:
         """The namespace with all of its engines."""
         return self.beside or self
 
-    @property
-    def known_to_peers(self) -> Iterator[PeerReading]:
-        """What replicas know of engines whose tables are not known; repeats itself."""
-        engines = self.whole.engines
-        shown = {engine.epoch for engine in engines}
-        rows = (peer for engine in engines for peer in engine.peers)
-        return (peer for peer in rows if peer.epoch not in shown)
+    @cached_property
+    def known_to_peers(self) -> Mapping[Epoch, PeerReading]:
+        """What a replica knows of each engine whose table is not known."""
+        if self.beside is not None:
+            return self.beside.known_to_peers
+        shown = {engine.epoch for engine in self.engines}
+        rows = (peer for engine in self.engines for peer in engine.peers)
+        return {peer.epoch: peer for peer in rows if peer.epoch not in shown}
 
     def peer(self, epoch: Epoch) -> PeerReading | None:
         """What a replica knows of this engine, whose table is not known."""
-        return next((peer for peer in self.known_to_peers if peer.epoch == epoch), None)
+        return self.known_to_peers.get(epoch)
 
     def label_of(self, epoch: Epoch) -> str:
         """The name of an engine whose table is not known, made unique as ``EngineReading.label``
         is."""
-        unknown = {*self.whole.ended, *self.whole.unreadable, epoch}
-        names = {other: peer.name for other in unknown if (peer := self.whole.peer(other))}
-        if (name := names.get(epoch)) is None:
+        if (peer := self.peer(epoch)) is None:
             return f"{epoch:016x}"
-        taken = [*(e.label for e in self.whole.engines), *(names[e] for e in names if e != epoch)]
-        return f"{name}-{epoch:016x}" if name in taken else name
+        return peer.name if self._times_used[peer.name] == 1 else f"{peer.name}-{epoch:016x}"
+
+    @cached_property
+    def _times_used(self) -> Counter[str]:
+        """For each name how many engines have it, of those known and of those unknown."""
+        unknown = (peer.name for peer in self.known_to_peers.values())
+        return Counter([*(engine.label for engine in self.whole.engines), *unknown])
 
     def name_of(self, epoch: Epoch) -> str:
         """How log lines name an engine whose table is not known."""
