@@ -1,0 +1,73 @@
+"""The steps of the GPU suite: what each runs, and how long it may take.
+
+The limits of a part add up to eight minutes at most, on 16 cores with one H100 or H200.  Needs only
+the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PART_LIMIT_S = 480
+
+
+class Step(NamedTuple):
+    """One program.  ``command``: the arguments for Python; ``limit``: seconds."""
+
+    name: str
+    limit: float
+    command: tuple[str, ...]
+
+
+READY = Step("ready", 30, ("benchmarks/gpu_ready.py",))
+"""Comes first in every part; without it nothing else can run."""
+
+
+def _tests(name: str, limit: float, *arguments: str) -> Step:
+    """Tests by pytest.  Warnings are no errors here, and no plugin but the timeout is loaded: they
+    are those of a Python that we did not choose."""
+    options = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "-q", "-rs", "-W", "default")
+    patience = ("--timeout", str(int(limit - 10)))
+    return Step(name, limit, ("-m", "pytest", *options, *patience, *arguments))
+
+
+def _program(name: str, limit: float, *command: str) -> Step:
+    return Step(name, limit, command)
+
+
+PARTS: dict[str, tuple[Step, ...]] = {
+    "a": (
+        _tests("roundtrip", 60, "tests/gpu/test_roundtrip.py"),
+        _tests(
+            "driver", 100, "tests/unit/test_cuda_driver.py", "tests/unit/test_cuda_kernel.py",
+            "-k", "not played",
+        ),
+        _tests("conformance", 150, "tests/conformance", "-k", "cuda and not played"),
+        _tests("bytes", 140, "tests/gpu/test_bytes.py"),
+    ),
+    "b": (
+        _tests("death", 190, "tests/gpu/test_death.py"),
+        _program("demo", 40, "examples/two_gpu_demo.py"),
+        _program("prefix-demo", 50, "examples/gpu_prefix_demo.py"),
+        _program("import-times", 80, "benchmarks/bench_gpu_import.py"),
+        _program("stalls", 90, "benchmarks/bench_gpu_stalls.py"),
+    ),
+    "c": (
+        _program("copy-rates", 220, "benchmarks/bench_gpu_rates.py"),
+        _program("copy-ways", 220, "benchmarks/bench_gpu_copy.py"),
+    ),
+    "d": (
+        _program("namespaces", 220, "benchmarks/gpu_namespaces.py"),
+        _tests("peers", 60, "tests/gpu/test_peers.py"),
+        _tests("sanitizer", 110, "tests/gpu/test_sanitizer.py"),
+        _program("mps", 60, "benchmarks/gpu_mps.py"),  # last: it may end other processes' work
+    ),
+}  # fmt: skip
+
+
+def chosen(names: Sequence[str]) -> list[tuple[str, tuple[Step, ...]]]:
+    """The parts of these names; the name of a step stands for a part of that step alone.  Raises
+    KeyError."""
+    single = {step.name: (step,) for steps in PARTS.values() for step in steps}
+    return [(name, {**single, **PARTS}[name]) for name in names]
