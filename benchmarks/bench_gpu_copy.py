@@ -20,17 +20,21 @@ from typing import Any
 
 from gpu_memory import gpu_count, no_gpu
 from gpu_peer import Cache, GpuPeer, block_ids
+from gpu_sizes import sized
 from measurement import percentiles, report
 
 from kvshm._ground.ids import BlockId
 from kvshm.transport.cuda.copy_stream import copy_each
 
-FRAGMENTS = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
+FRAGMENTS = sized([4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20], [16 << 10, 64 << 10])
 COUNTS = (1, 16, 256)
 """Blocks in one copy, beside half the cache; one block has a fragment in every layer."""
 LAYERS = 8
-REPEATS = 10
-PROGRAMS = (16, 32, 64, 128, 264)
+REPEATS = sized(10, 2)
+PROGRAMS = sized((16, 32, 64, 128, 264), (64,))
+BYTES = sized(1 << 28, 1 << 23)
+ATTACHED = sized(16 << 30, 1 << 24)
+SQUARE = sized(8192, 64)
 
 
 def main() -> int:
@@ -142,7 +146,7 @@ def fixed_cost(exporter: GpuPeer) -> None:
     """Microseconds of an import that carries next to nothing, and of attaching 16 GiB."""
     cache = prepare(exporter, 4096, 1 << 22)
     begun, done = [], []
-    for _ in range(1000):
+    for _ in range(sized(1000, 50)):
         start = time.perf_counter()
         cache.begin([BlockId(0)], [BlockId(1)])
         begun.append((time.perf_counter() - start) * 1e6)
@@ -150,11 +154,11 @@ def fixed_cost(exporter: GpuPeer) -> None:
         done.append((time.perf_counter() - start) * 1e6)
     release(exporter, cache)
     report("gpu import of one block", begin_us=percentiles(begun), done_us=percentiles(done))
-    exporter.call("make", seed=1, layers=1, blocks=1, block_bytes=4096, lead=16 << 30)
+    exporter.call("make", seed=1, layers=1, blocks=1, block_bytes=4096, lead=ATTACHED)
     cache = Cache(0)
     cache.make(seed=2, layers=1, blocks=1, block_bytes=4096)
     found = cache.attach(exporter.call("export", epoch=1))
-    report("gpu attach of 16 GiB", seconds=round(found["seconds"], 4), device=gpu())
+    report("gpu attach", nbytes=ATTACHED, seconds=round(found["seconds"], 4), device=gpu())
     release(exporter, cache)
 
 
@@ -162,10 +166,10 @@ def interference(exporter: GpuPeer, programs: int) -> None:
     """How much slower a matrix product gets while blocks are copied without a pause."""
     import torch
 
-    cache = prepare(exporter, 64 << 10, 1 << 28, programs=programs)
+    cache = prepare(exporter, 64 << 10, BYTES, programs=programs)
     blocks = block_ids(cache.blocks)
     copying = seconds_of(lambda: cache.copy(blocks, blocks))
-    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    square = torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16)
 
     def products() -> None:
         for _ in range(20):
@@ -212,7 +216,7 @@ def gpu() -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--bytes", type=int, default=1 << 28, help="bytes of each cache")
+    parser.add_argument("--bytes", type=int, default=BYTES, help="bytes of each cache")
     return parser.parse_args()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -29,9 +30,11 @@ def shared_directory() -> Path:
     return Path(made.name)
 
 
+@functools.cache
 def own_socket() -> Path:
-    """Where this process's transport serves descriptors: beside its peers', who know it by name."""
-    return shared_directory() / f"{os.getpid()}.sock"
+    """Where this process's transport serves descriptors: beside its peers', who know it by name.
+    Processes in several PID namespaces may have the same number, so that it would not do."""
+    return shared_directory() / f"{secrets.token_hex(8)}.sock"
 
 
 def hand_out(table: OwnSlotTable) -> HandoutServer:

@@ -25,11 +25,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
+from gpu_allocators import ForeignMemory, cumem_allocate
 from gpu_node import hand_out, own_socket, shared_directory, table_of
 
 from kvshm._ground.ids import BlockId, Epoch, Rank
 
 CALL_TIMEOUT_S = 120.0
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Hardware queues of a process: of 8, the default, a stream that waits may share one with a stream
+that it waits for."""
 
 
 class PeerError(RuntimeError):
@@ -46,7 +50,7 @@ class GpuPeer:
         """``visible`` sets CUDA_VISIBLE_DEVICES for it; ``program`` answers by ``answer_calls``
         and is given the device's number."""
         directory = {"GPU_PEER_DIR": str(shared_directory())}
-        environment = {**os.environ, "GPU_PEER": "1", **directory, **environment}
+        environment = {**CONNECTIONS, **os.environ, "GPU_PEER": "1", **directory, **environment}
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         self.process = subprocess.Popen(
@@ -121,7 +125,7 @@ class Cache:
         """Make the cache and its transport; return its address.
 
         ``outermost``: "layer" or "block".  ``kind``: "caching" (torch's allocator), "fd" or
-        "fabric" (VMM), "pool" (cudaMallocAsync).  ``lead``: bytes between the beginning of the
+        "fabric" (VMM), "cumem" (VMM as vLLM makes it), "pool" (cudaMallocAsync).  ``lead``: bytes between the beginning of the
         allocation and the cache.
         """
         from kvshm.interfaces import Region
@@ -154,9 +158,11 @@ class Cache:
         driver = current_driver()
         if kind == "pool":
             address = driver.allocate(nbytes)
+        elif kind == "cumem":
+            address = cumem_allocate(driver, nbytes)
         else:
             address, _ = driver.vmm_allocate(nbytes, fabric=kind == "fabric")
-        return torch.as_tensor(_Foreign(address, nbytes), device="cuda")
+        return torch.as_tensor(ForeignMemory(address, nbytes), device="cuda")
 
     def contents(self, seed: int, blocks: int) -> Any:
         """What a cache of so many blocks is filled with, as [block, layer, byte] on the host."""
@@ -177,6 +183,11 @@ class Cache:
 
     def fill(self, seed: int) -> None:
         self.view().copy_(self.contents(seed, self.blocks))
+        self.torch.cuda.synchronize()
+
+    def blank(self) -> None:
+        """Overwrite the whole cache, faster than ``fill``."""
+        self.tensor.zero_()
         self.torch.cuda.synchronize()
 
     def wrong(
@@ -364,15 +375,6 @@ class Cache:
 def block_ids(count: int) -> list[BlockId]:
     """The first so many."""
     return [BlockId(block) for block in range(count)]
-
-
-class _Foreign:
-    """Memory of another allocator, for torch to look at."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
 
 
 def answer_calls(make: Callable[[int], Any]) -> None:

@@ -68,18 +68,23 @@ def test_checksums_agree_across_processes_and_with_the_bytes(start: Start) -> No
     assert len(set(wanted)) == 2
 
 
-@pytest.mark.parametrize("kind", ["fd", "fabric"])
-def test_vmm_memory_is_shared(start: Start, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fd", "fabric", "cumem"])
+def test_every_list_from_vmm_memory(start: Start, kind: str) -> None:
+    """One chunk in one reserved range, as vLLM's cumem allocator has for a segment of torch; the
+    cache begins somewhere in it."""
     exporter, importer = start(), start()
+    shape = {"layers": 3, "blocks": BLOCKS, "block_bytes": 16 * 8 * 128 * 2 * 2}
     try:
-        exporter.call("make", seed=1, kind=kind)
+        exporter.call("make", seed=1, kind=kind, lead=512, **shape)
     except PeerError as exc:
         pytest.skip(f"no VMM memory of kind {kind} here: {exc}")
-    importer.call("make", seed=2)
+    importer.call("make", seed=2, **shape)
     importer.call("attach", descriptor=exporter.call("export", epoch=5))
-    assert importer.call("copy", source=[1, 2], target=[2, 1]) == "done"
-    lists = {"source": [1, 2], "target": [2, 1]}
-    assert importer.call("wrong", own=2, peer=1, peer_blocks=64, **lists) == 0
+    for source, target in LISTS.values():
+        importer.call("fill", seed=2)
+        assert importer.call("copy", source=source, target=target) == "done"
+        lists = {"source": source, "target": target}
+        assert importer.call("wrong", own=2, peer=1, peer_blocks=BLOCKS, **lists) == 0
 
 
 def test_memory_of_the_pool_is_refused_with_the_setting(start: Start) -> None:
