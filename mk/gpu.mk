@@ -1,22 +1,21 @@
 # What needs a GPU.  torch with CUDA must be there already; what else is missing is taken from
 # dist/gpu, without touching that Python's own packages.  Any Python will do:
 #     make verify-gpu GPU_PYTHON=python3.12
-# Every step stays below five minutes; the most telling one comes first.
+# benchmarks/gpu_suite.py runs the steps, and needs no make:  python3 benchmarks/gpu_suite.py a
+# A part takes at most eight minutes, on 16 cores and one H100 or H200; its results go into the
+# folder KVSHM_GPU_RESULTS, if that is set.
 
 GPU_PYTHON ?= python3
 GPU_VERSION ?= 3.12
 GPU_WHEELS := pyzmq msgspec xxhash pytest pytest-timeout
-GPU_SITE := dist/gpu-site
-GPU_PATH := $(CURDIR):$(CURDIR)/examples:$(CURDIR)/$(GPU_SITE)
-GPU_BENCH := PYTHONPATH=$(GPU_PATH) timeout --kill-after=10 295 $(GPU_PYTHON)
-# Warnings are no errors here: they are those of a torch we did not choose.
-GPU_TEST := $(GPU_BENCH) -m pytest -p no:cacheprovider -q -rs -W default --timeout 250
-GPU_IMPORTS := import kvshm._native, zmq, msgspec, xxhash, pytest, pytest_timeout
-GPU_STEPS := gpu-roundtrip gpu-driver gpu-conformance gpu-bytes gpu-death gpu-peers gpu-demos
-GPU_BENCHES := gpu-copy-rates gpu-import-times
+GPU_SUITE := $(GPU_PYTHON) benchmarks/gpu_suite.py
+GPU_PATH := $(CURDIR):$(CURDIR)/examples:$(CURDIR)/dist/gpu-site
+GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namespaces stalls \
+	import-times copy-rates copy-ways
+GPU_RESULTS := KVSHM_GPU_RESULTS=$(or $(KVSHM_GPU_RESULTS),gpu-results)
 
-.PHONY: gpu-wheels gpu-ready gpu-install verify-gpu test-gpu bench-gpu verify-gpu-vllm \
-	$(GPU_STEPS) $(GPU_BENCHES)
+.PHONY: gpu-wheels gpu-ready verify-gpu test-gpu bench-gpu verify-gpu-vllm rehearse-gpu \
+	gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
 
 gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Python (GPU_VERSION=3.12)
 	rm -rf dist/gpu
@@ -25,47 +24,33 @@ gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Pytho
 	cp dist/kvshm-*.whl dist/gpu
 
 gpu-ready:
-	@$(GPU_BENCH) -c '$(GPU_IMPORTS)' 2>/dev/null || $(MAKE) --no-print-directory gpu-install
-	@$(GPU_BENCH) -c 'import sys, gpu_memory; sys.exit(gpu_memory.no_gpu())'
+	$(GPU_PYTHON) benchmarks/gpu_ready.py
 
-gpu-install:
-	@ls dist/gpu/kvshm-*.whl >/dev/null 2>&1 || { echo "$(GPU_PYTHON) lacks something of: \
-	$(GPU_IMPORTS). Install it, or run 'make gpu-wheels' where a package index is and bring \
-	dist/gpu: docs/gpu.md" >&2; exit 1; }
-	$(GPU_PYTHON) -m pip install --quiet --upgrade --no-index --find-links dist/gpu \
-		--target $(GPU_SITE) kvshm $(GPU_WHEELS)
-	cp $(GPU_SITE)/kvshm/_native*.so kvshm/
+verify-gpu: ## all of these on a GPU machine, whatever fails; results in the folder gpu-results
+	failed=0; $(GPU_RESULTS) $(GPU_SUITE) a b c d || failed=1; \
+	if $(GPU_PYTHON) -c 'import vllm' 2>/dev/null; then \
+		$(MAKE) --no-print-directory verify-gpu-vllm || failed=1; fi; exit $$failed
 
-verify-gpu: ## all of these on a GPU machine, whatever fails; what was seen in gpu-results.txt
-	@$(MAKE) --no-print-directory gpu-ready
-	@$(MAKE) --no-print-directory --keep-going test-gpu bench-gpu \
-		$(shell $(GPU_PYTHON) -c 'import vllm' 2>/dev/null && echo verify-gpu-vllm) 2>&1 \
-		| tee gpu-results.txt
+gpu-a: ## round trip, driver, conformance, every byte: plain memory and VMM memory
+	$(GPU_SUITE) a
+gpu-b: ## deaths, demos, imports beside decoding, stalls while memory is attached
+	$(GPU_SUITE) b
+gpu-c: ## copy rates, idle and beside decoding, and beside other ways to copy
+	$(GPU_SUITE) c
+gpu-d: ## namespaces, two GPUs, compute-sanitizer, MPS
+	$(GPU_SUITE) d
 
-test-gpu: $(GPU_STEPS) ## the CUDA transport on real GPUs, several processes; needs no vLLM
-$(GPU_STEPS) $(GPU_BENCHES): gpu-ready
-
-gpu-roundtrip:
-	$(GPU_TEST) tests/gpu/test_roundtrip.py
-gpu-driver:
-	$(GPU_TEST) tests/unit/test_cuda_driver.py tests/unit/test_cuda_kernel.py -k "not played"
-gpu-conformance:
-	$(GPU_TEST) tests/conformance -k "cuda and not played"
-gpu-bytes:
-	$(GPU_TEST) tests/gpu/test_bytes.py
-gpu-death:
-	$(GPU_TEST) tests/gpu/test_death.py
-gpu-peers:
-	$(GPU_TEST) tests/gpu/test_peers.py tests/gpu/test_sanitizer.py
+test-gpu: ## the CUDA transport on real GPUs, several processes; needs no vLLM
+	$(GPU_SUITE) roundtrip driver conformance bytes death peers sanitizer demo prefix-demo
+bench-gpu: ## copy rates, imports and stalls, one JSON line each
+	$(GPU_SUITE) copy-rates copy-ways import-times stalls
 gpu-demos:
-	$(GPU_BENCH) examples/two_gpu_demo.py
-	$(GPU_BENCH) examples/gpu_prefix_demo.py
+	$(GPU_SUITE) demo prefix-demo
+$(GPU_STEPS:%=gpu-%): gpu-%:
+	$(GPU_SUITE) $*
 
-bench-gpu: $(GPU_BENCHES) ## copy rates, fixed costs and a prefix import, one JSON line each
-gpu-copy-rates:
-	$(GPU_BENCH) benchmarks/bench_gpu_copy.py
-gpu-import-times:
-	$(GPU_BENCH) benchmarks/bench_gpu_import.py
+rehearse-gpu: $(ENGINE) $(KVSHM) ## the Python of all GPU steps, without a GPU: small, over the played driver
+	$(PYTHON) -m tests.played_cuda.rehearse $(PARTS)
 
 verify-gpu-vllm: gpu-ready ## two vLLM engines on GPUs, then the engine tests; needs vLLM with CUDA
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) examples/vllm_two_engines.py --device cuda \

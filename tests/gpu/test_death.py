@@ -28,7 +28,8 @@ def test_a_dead_exporters_memory(start: Start, kind: str, capsys: pytest.Capture
     exporter.call("make", seed=1, kind=kind, **LARGE)
     importer.call("make", seed=2, **LARGE)
     importer.call("attach", descriptor=exporter.call("export", epoch=5))
-    importer.call("begin", **ALL)
+    for _ in range(sized(50, 2)):  # one alone would be over before the kill
+        importer.call("begin", **ALL)
     exporter.kill()
     died = time.monotonic()
     midway = {"state": tried(importer, "finish")}
