@@ -5,10 +5,10 @@
 The KV has the shape of an 8B's (32 layers, 8 KV heads of 128, bf16: 64 KiB per layer and block of
 16 tokens).  Measured is what an import costs between the scheduler's lookup and the report:
 leasing in the exporter's slot table, copying, re-checking, releasing; and the host's part alone, on
-a thread that has the GPU's context and on one that has not.  One JSON line per state: nobody decodes, the
-exporter does, this process's other thread does, both do.  Goal, not asserted: 40 us of host time.
-Last come the matrix products of such a model's prefill alone, without attention: less than any
-engine needs.
+a thread that has the GPU's context and on one that has not.  One JSON line per state: nobody
+decodes, the exporter does, this process's other thread does, both do.  Goal, not asserted: 40 us of
+host time.  Last come the matrix products of such a model's prefill alone, without attention: less
+than any engine needs.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def host_cost(cache: Cache) -> dict[str, float]:
 
 def wait(cache: Cache) -> CopyState:
     """How the copy that was begun last ended."""
-    state: CopyState
-    while (state := cache.copies[0].poll()) is CopyState.PENDING:
+    while (state := CopyState(cache.copies[0].poll())) is CopyState.PENDING:
         time.sleep(PAUSE_S)
     return state
 

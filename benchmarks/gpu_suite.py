@@ -170,9 +170,11 @@ def machine() -> list[str]:
 def arguments() -> argparse.Namespace:
     steps = {step.name for part in PARTS.values() for step in part}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, *sorted(steps)], metavar="part",
-                        help=f"{', '.join(PARTS)}, or one of {', '.join(sorted(steps))}")  # fmt: skip
-    parser.add_argument("--patience", type=float, default=1, help="by which limits are multiplied")
+    told = f"{', '.join(PARTS)}, or one of {', '.join(sorted(steps))}"
+    parser.add_argument(
+        "parts", nargs="+", choices=[*PARTS, *sorted(steps)], metavar="part", help=told
+    )
+    parser.add_argument("--patience", type=float, default=1, help="multiplies all limits")
     return parser.parse_args()
 
 

@@ -125,8 +125,8 @@ class Cache:
         """Make the cache and its transport; return its address.
 
         ``outermost``: "layer" or "block".  ``kind``: "caching" (torch's allocator), "fd" or
-        "fabric" (VMM), "cumem" (VMM as vLLM makes it), "pool" (cudaMallocAsync).  ``lead``: bytes between the beginning of the
-        allocation and the cache.
+        "fabric" (VMM), "cumem" (VMM as vLLM makes it), "pool" (cudaMallocAsync).  ``lead``:
+        bytes between the beginning of the allocation and the cache.
         """
         from kvshm.interfaces import Region
         from kvshm.transport.cuda.export import DeviceMemory

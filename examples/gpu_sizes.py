@@ -1,4 +1,4 @@
-"""How large things are in GPU programs: as on a GPU, or small enough for a rehearsal without one."""
+"""How large things are in GPU programs: as on a GPU, or small for a rehearsal without one."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def test_4_kib_go_round_between_two_processes(
     try:
         there.call("make", seed=1, layers=1, blocks=8, block_bytes=4096, kind=kind)
     except PeerError as exc:
-        assert kind != "caching", exc
+        if kind == "caching":
+            raise
         pytest.skip(f"no memory of kind {kind} here: {exc}")
     back.call("make", seed=2, layers=1, blocks=8, block_bytes=4096)
     found = back.call("attach", descriptor=there.call("export", epoch=11))

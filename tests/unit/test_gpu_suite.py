@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,9 +19,7 @@ FORKING = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP
 def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("KVSHM_GPU_RESULTS", str(tmp_path))
-    import gpu_suite
-
-    return gpu_suite
+    return importlib.import_module("gpu_suite")
 
 
 def lines(path: Path) -> list[dict]:
@@ -78,10 +77,9 @@ def test_nothing_runs_where_the_machine_is_not_ready(suite: ModuleType, tmp_path
 
 
 def test_each_part_fits_its_time_and_runs_files_that_exist(suite: ModuleType) -> None:
-    from gpu_steps import PART_LIMIT_S, PARTS, READY
-
-    for steps in PARTS.values():
-        assert sum(step.limit for step in (READY, *steps)) <= PART_LIMIT_S
+    limit = importlib.import_module("gpu_steps").PART_LIMIT_S
+    for steps in suite.PARTS.values():
+        assert sum(step.limit for step in (suite.READY, *steps)) <= limit
         for step in steps:
             named = [word for word in step.command if word.endswith(".py")]
             assert all((ROOT / path).is_file() for path in named), step
