@@ -67,7 +67,9 @@ PARTS: dict[str, tuple[Step, ...]] = {
 
 
 def chosen(names: Sequence[str]) -> list[tuple[str, tuple[Step, ...]]]:
-    """The parts of these names; the name of a step stands for a part of that step alone.  Raises
-    KeyError."""
-    single = {step.name: (step,) for steps in PARTS.values() for step in steps}
-    return [(name, {**single, **PARTS}[name]) for name in names]
+    """The parts of these names; names of steps make one more part together.  Raises KeyError."""
+    every = {step.name: step for steps in PARTS.values() for step in steps}
+    single = tuple(every[name] for name in names if name not in PARTS)
+    parts = [(name, PARTS[name]) for name in names if name in PARTS]
+    called = single[0].name if len(single) == 1 else "steps"
+    return [*parts, (called, single)] if single else parts

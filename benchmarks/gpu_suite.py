@@ -1,11 +1,12 @@
 """Runs parts of what needs a GPU, whatever fails, and writes what was seen into files.
 
-    python3 benchmarks/gpu_suite.py a        # or b, c, d, several, or single steps: gpu_steps.py
+    python3 benchmarks/gpu_suite.py a        # or b, c, d, several, or steps: gpu_steps.py
 
-Each part takes eight minutes at most: each of its steps has a limit, after which its processes are
-killed and the next step begins.  With KVSHM_GPU_RESULTS=FOLDER the output of part a goes to
-FOLDER/gpu-a.txt too, and its lines of JSON to FOLDER/gpu-a.jsonl, line by line: what was seen stays
-if this program is killed.  Ends with 1 if a step failed.  Needs only the standard library.
+Names of steps make one part together.  A part takes eight minutes at most: each of its steps has a
+limit, after which its processes are killed and the next step begins.  With KVSHM_GPU_RESULTS=FOLDER
+the output of part a goes to FOLDER/gpu-a.txt too, and its lines of JSON to FOLDER/gpu-a.jsonl, line
+by line: what was seen stays if this program is killed.  Ends with 1 if a step failed.  Needs only
+the standard library.
 """
 
 from __future__ import annotations

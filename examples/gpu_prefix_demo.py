@@ -18,6 +18,7 @@ from typing import Any
 
 from gpu_memory import no_gpu
 from gpu_peer import GpuPeer, answer_calls
+from gpu_sizes import sized
 
 from kvshm._ground.ids import BlockId, Epoch
 
@@ -117,7 +118,7 @@ def compare(a: GpuPeer, b: GpuPeer, prefix: int, tail: int) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prefix")
+    parser.add_argument("--tokens", type=int, default=sized(4096, 256), help="tokens of the prefix")
     parser.add_argument("--tail", type=int, default=33, help="tokens behind it")
     return parser.parse_args()
 

@@ -15,6 +15,7 @@ import time
 
 from gpu_memory import gpu_count, no_gpu
 from gpu_peer import GpuPeer
+from gpu_sizes import sized
 
 LAYERS, BLOCK_BYTES = 32, 65536
 
@@ -56,8 +57,8 @@ def one_copy(exporter: GpuPeer, importer: GpuPeer, blocks: int) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=256, help="blocks per cache")
-    parser.add_argument("--copies", type=int, default=20, help="how many copies to make")
+    parser.add_argument("--blocks", type=int, default=sized(256, 32), help="blocks per cache")
+    parser.add_argument("--copies", type=int, default=sized(20, 5), help="how many copies to make")
     return parser.parse_args()
 
 

@@ -83,3 +83,12 @@ def test_each_part_fits_its_time_and_runs_files_that_exist(suite: ModuleType) ->
         for step in steps:
             named = [word for word in step.command if word.endswith(".py")]
             assert all((ROOT / path).is_file() for path in named), step
+
+
+def test_steps_that_are_named_share_one_part(suite: ModuleType) -> None:
+    """And so one pair of files: not many come back from a machine that is lent."""
+    parts = suite.chosen(["demo", "c", "stalls"])
+    assert [(name, [step.name for step in steps]) for name, steps in parts] == [
+        ("c", ["copy-rates", "copy-ways"]),
+        ("steps", ["demo", "stalls"]),
+    ]
