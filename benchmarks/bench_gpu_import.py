@@ -48,6 +48,7 @@ def main() -> int:
         exporter.call("make", seed=1, **shape)
         cache = Cache(0)
         cache.make(seed=2, **shape)
+        cache.transport.late_writers = False  # as without a drafter: no copy waits for a step
         attached = cache.attach(exporter.call("export", epoch=1))["seconds"]
         exporter.call("publish_all", epoch=1)
         beside = Beside(exporter)

@@ -22,7 +22,7 @@ from gpu_decoder import Beside, decoding_peer
 from gpu_memory import no_gpu
 from gpu_peer import Cache, GpuPeer, block_ids
 from gpu_sizes import sized
-from measurement import report
+from measurement import percentiles, report
 
 from kvshm.interfaces import CopyState
 
@@ -30,7 +30,7 @@ FRAGMENTS = sized((16 << 10, 64 << 10, 256 << 10, 1 << 20), (16 << 10, 64 << 10)
 PROGRAMS = (16, 64, 128)
 BYTES = sized(1 << 28, 1 << 22)
 LAYERS = 8
-BURST = 4
+BURST = sized(16, 2)
 """Copies under way at once: the GPU need not wait until this thread has seen the last one end."""
 GOAL = 0.85
 GOAL_FROM = 64 << 10
@@ -60,6 +60,7 @@ def prepare(exporter: GpuPeer, fragment: int, programs: int) -> Cache:
     exporter.call("make", seed=1, **shape)
     cache = Cache(0)
     cache.make(seed=2, programs=programs, **shape)
+    cache.transport.late_writers = False  # as without a drafter: no copy waits for a step
     cache.attach(exporter.call("export", epoch=1))
     return cache
 
@@ -71,7 +72,8 @@ def measure(beside: Beside, cache: Cache, programs: int, state: str, seconds: fl
     beside.steps(state)
     time.sleep(seconds)
     alone = beside.steps(state)
-    found = rate(block_copies(cache), seconds)
+    begun: list[float] = []
+    found = rate(block_copies(cache, begun), seconds)
     copying = beside.steps(state)
     beside.end()
     share = round(found / contiguous, 3)
@@ -79,7 +81,7 @@ def measure(beside: Beside, cache: Cache, programs: int, state: str, seconds: fl
     report(
         "gpu copy beside decoding", programs=programs, fragment=cache.block_bytes, decoding=state,
         payload=BYTES, gb_per_s=round(found, 1), contiguous_gb_per_s=round(contiguous, 1),
-        of_contiguous=share, goal=GOAL if has_goal else None,
+        of_contiguous=share, begin_us=percentiles(begun), goal=GOAL if has_goal else None,
         goal_met=share >= GOAL if has_goal else None, step_ms_without_copies=alone,
         step_ms_with_copies=copying, slowdown=slowdowns(alone, copying), device=gpu(),
     )  # fmt: skip
@@ -106,13 +108,18 @@ def rate(burst: Callable[[], None], seconds: float) -> float:
     return bursts * BURST * BYTES / lasted / 1e9
 
 
-def block_copies(cache: Cache) -> Callable[[], None]:
-    """All blocks, by the transport, several copies one behind the other."""
+def block_copies(cache: Cache, begun: list[float]) -> Callable[[], None]:
+    """All blocks, by the transport, several copies one behind the other.  ``begun`` gets the
+    host's microseconds for each: where they exceed the copy's, the rate is the host's."""
     blocks = block_ids(cache.blocks)
-    attachment = cache.attachments[-1]
+    backwards, attachment = blocks[::-1], cache.attachments[-1]
 
     def burst() -> None:
-        copies = [attachment.begin_copy(blocks[::-1], blocks) for _ in range(BURST)]
+        copies = []
+        for _ in range(BURST):
+            start = time.perf_counter()
+            copies.append(attachment.begin_copy(backwards, blocks))
+            begun.append((time.perf_counter() - start) * 1e6)
         while copies[-1].poll() is CopyState.PENDING:
             time.sleep(5e-5)  # leaves the interpreter to the thread that decodes
         assert all(copy.poll() is CopyState.DONE for copy in copies)

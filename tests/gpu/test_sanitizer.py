@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,15 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(125)
 def test_the_kernel_is_clean_under_compute_sanitizer() -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is not installed")
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "250"]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    options = ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "default"]
+    tests = [sys.executable, "-m", "pytest", "-q", *options, "--timeout", "110"]
     ran = subprocess.run(
         [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *tests,
          "tests/unit/test_cuda_driver.py", "-k", "real and (kernel or stopped)"],
-        cwd=ROOT, capture_output=True, text=True, timeout=270, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
