@@ -15,7 +15,7 @@ GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namesp
 GPU_RESULTS := KVSHM_GPU_RESULTS=$(or $(KVSHM_GPU_RESULTS),gpu-results)
 
 .PHONY: gpu-wheels gpu-ready verify-gpu test-gpu bench-gpu verify-gpu-vllm rehearse-gpu \
-	gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
+	gpu-parts gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
 
 gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Python (GPU_VERSION=3.12)
 	rm -rf dist/gpu
@@ -27,10 +27,11 @@ gpu-ready:
 	$(GPU_PYTHON) benchmarks/gpu_ready.py
 
 verify-gpu: ## all of these on a GPU machine, whatever fails; results in the folder gpu-results
-	failed=0; $(GPU_RESULTS) $(GPU_SUITE) a b c d || failed=1; \
-	if $(GPU_PYTHON) -c 'import vllm' 2>/dev/null; then \
-		$(MAKE) --no-print-directory verify-gpu-vllm || failed=1; fi; exit $$failed
+	@$(MAKE) --no-print-directory --keep-going gpu-parts \
+		$(shell $(GPU_PYTHON) -c 'import vllm' 2>/dev/null && echo verify-gpu-vllm)
 
+gpu-parts:
+	$(GPU_RESULTS) $(GPU_SUITE) a b c d
 gpu-a: ## round trip, driver, conformance, every byte: plain memory and VMM memory
 	$(GPU_SUITE) a
 gpu-b: ## deaths, demos, imports beside decoding, stalls while memory is attached
