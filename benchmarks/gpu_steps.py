@@ -40,13 +40,13 @@ def _program(name: str, limit: float, *command: str) -> Step:
 
 PARTS: dict[str, tuple[Step, ...]] = {
     "a": (
-        _tests("roundtrip", 60, "tests/gpu/test_roundtrip.py"),
+        _tests("roundtrip", 70, "tests/gpu/test_roundtrip.py"),
         _tests(
             "driver", 80, "tests/unit/test_cuda_driver.py", "tests/unit/test_cuda_kernel.py",
             "-k", "not played",
         ),
         _tests("conformance", 140, "tests/conformance", "-k", "cuda and not played"),
-        _tests("bytes", 170, "tests/gpu/test_bytes.py"),
+        _tests("bytes", 160, "tests/gpu/test_bytes.py"),
     ),
     "b": (
         _tests("death", 190, "tests/gpu/test_death.py"),
