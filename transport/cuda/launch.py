@@ -63,7 +63,11 @@ class Launcher:
         self._threads = 32 * WARPS
         module = call(cu.cuModuleLoadData, compiled.asm["cubin"])
         self._modules.append((module, compiled))
-        return int(call(cu.cuModuleGetFunction, module, compiled.metadata.name.encode()))
+        function = call(cu.cuModuleGetFunction, module, compiled.metadata.name.encode())
+        # Asked for an attribute, the driver loads the function's code now, not at the first launch.
+        registers = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        call(cu.cuFuncGetAttribute, registers, function)
+        return int(function)
 
     def _capability(self) -> int:
         known = cu.CUdevice_attribute
