@@ -123,7 +123,7 @@ EXPORTED CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdevic
     WANT_CONTEXT();
     struct area *area = area_at(address);
     if (!area || area->kind == RESERVED) return CUDA_ERROR_NOT_FOUND;
-    if (area->kind == PEER && getenv("PLAYED_CUDA_NO_PEER_RANGE")) return CUDA_ERROR_NOT_FOUND;
+    if (getenv("PLAYED_CUDA_NO_RANGE")) return CUDA_ERROR_NOT_FOUND;
     *base = area->base, *bytes = area->wanted;
     return CUDA_SUCCESS;
 }
@@ -132,10 +132,7 @@ EXPORTED CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which,
                                         CUdeviceptr address) {
     WANT_CONTEXT();
     struct area *area = area_at(address);
-    const char *refused = getenv("PLAYED_CUDA_NO_PEER_RANGE");
     if (!area || area->kind == RESERVED) return CUDA_ERROR_INVALID_VALUE;
-    if (area->kind == PEER && refused && !strcmp(refused, "nor attributes"))
-        return CUDA_ERROR_INVALID_VALUE;
     WANT(which == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR || which == CU_POINTER_ATTRIBUTE_RANGE_SIZE);
     if (which == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *(CUdeviceptr *)value = area->base;
     else *(size_t *)value = area->wanted;

@@ -15,6 +15,7 @@ from kvshm.transport.cuda.driver import CudaError, Route
 from kvshm.transport.cuda.export import REMEDY, DeviceMemory
 from kvshm.transport.cuda.transport import CudaIpcTransport
 
+from ..doubles.cuda_fake import FakeDriver
 from .cuda_ranks import (
     BLOCK,
     EPOCH,
@@ -223,6 +224,68 @@ def test_a_copy_waits_for_what_the_model_has_put_on_its_stream(node: Node) -> No
     assert two.cache[0] == 1
 
 
+def test_a_copy_waits_for_nothing_that_the_model_launched_after_its_load(node: Node) -> None:
+    """A load waits for what may still write to its blocks: not for the forward pass of its step."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    late, forward = two.driver.allocate(BLOCK), two.driver.allocate(BLOCK)
+    compute = two.driver.compute_stream()
+    two.driver.copy(two.address, late, BLOCK, compute)
+    two.transport.note_launched()
+    with two.driver.hold(compute):
+        assert attachment.begin_copy([BlockId(0)], [BlockId(0)]).poll() is CopyState.PENDING
+    two.transport.note_launched()
+    compute.owner.run()
+    with two.driver.hold(compute):
+        two.driver.copy(forward, late, BLOCK, compute)
+        assert attachment.begin_copy([BlockId(0)], [BlockId(0)]).poll() is CopyState.DONE
+    assert two.cache[0] == 1
+
+
+@pytest.mark.parametrize("broken", ["copy", "record"])
+def test_a_copy_that_could_not_be_begun_writes_nothing_afterwards(
+    node: Node, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Its caller gives the blocks away.  Here the second of three fragments is refused, or the
+    event behind them."""
+    node.machine.unreachable.add(frozenset(("gpu-0", "gpu-1")))
+    one, two = node.rank("gpu-1"), node.rank("gpu-0", visible=("gpu-1",), staging=True)
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment.route is Route.STAGED
+    stream = two.transport.copy_stream.stream
+    real, calls = getattr(two.driver, broken), []
+
+    def refuse(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == (2 if broken == "copy" else 1):
+            raise CudaError(broken, "CUDA_ERROR_INVALID_VALUE")
+        real(*arguments)
+
+    monkeypatch.setattr(two.driver, broken, refuse)
+    blocks = [BlockId(i) for i in range(3)]
+    with pytest.raises(CudaError, match=broken):
+        attachment.begin_copy(blocks, blocks)
+    assert not stream.owner.work
+    assert copied(attachment, 3) is CopyState.DONE
+    assert two.cache[: 3 * BLOCK] == bytes([1]) * 3 * BLOCK
+
+
+def test_a_rank_closes_though_its_gpu_has_failed(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each part is given back, even if another one cannot be."""
+    one, two = node.rank(), node.rank()
+    two.transport.attach(wire(one.transport.export(EPOCH)))
+    two.transport.export(EPOCH)
+    freed: list[object] = []
+    two.driver.free_stream = freed.append  # type: ignore[method-assign]
+    two.driver.failing = True
+    two.transport.close()
+    assert "is not freed" in caplog.text
+    assert two.transport._prober.stream in freed
+    two.driver.failing = False
+
+
 def test_a_checksum_covers_what_the_model_has_put_on_its_stream(node: Node) -> None:
     one = node.rank()
     before = one.transport.checksum([BlockId(0)])
@@ -294,10 +357,23 @@ def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
 ) -> None:
     """Compiling and allocating would stop the model for as long."""
     one, two = node.rank(), node.rank()
-    prepared: list[object] = []
+    prepared: list[Any] = []
     monkeypatch.setattr(two.driver, "prepare_kernel", prepared.append)
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
     assert attachment._table in prepared
     monkeypatch.setattr(two.driver, "allocate", None)
     monkeypatch.setattr(two.driver, "host_allocate", None)
     assert copied(attachment) is CopyState.DONE
+
+
+def test_the_kernel_is_there_before_the_engine_serves(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load it may wait for all that the GPU does."""
+    prepared: list[int] = []
+    note = lambda _, table: prepared.append(table.word)  # noqa: E731
+    monkeypatch.setattr(FakeDriver, "prepare_kernel", note)
+    one, two = node.rank(), node.rank()
+    assert len(prepared) == 2
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment._table.word in prepared[:2]

@@ -15,6 +15,7 @@ from kvshm._shm.fd_server import FdServer
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 from kvshm.transport.cuda import vmm
+from kvshm.transport.cuda.driver import CudaError
 
 from .cuda_ranks import (
     BLOCK,
@@ -227,3 +228,34 @@ def test_memory_that_is_being_unmapped_is_opened_anew_only_afterwards(
     go_on.set()
     waiting.join(30)
     assert copied(again[0]) is CopyState.DONE
+
+
+def test_a_peer_is_attached_though_the_driver_tells_no_length_of_its_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the query answers for a pointer that another process's handle gave is undocumented."""
+    one, two = node.rank(), node.rank()
+    descriptor = wire(one.transport.export(EPOCH))
+
+    def refuse(address: int) -> tuple[int, int]:
+        raise CudaError("cuMemGetAddressRange", "CUDA_ERROR_NOT_FOUND")
+
+    monkeypatch.setattr(two.driver, "address_range", refuse)
+    attachment = two.transport.attach(descriptor)
+    assert copied(attachment, 3) is CopyState.DONE
+    assert two.cache[: 3 * BLOCK] == bytes([1]) * 3 * BLOCK
+
+
+def test_memory_that_is_too_short_and_cannot_be_unmapped_is_refused_as_too_short(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node.rank(), node.rank()
+    descriptor = wire(one.transport.export(EPOCH))
+
+    def refuse(*_: object) -> None:
+        raise CudaError("cuIpcCloseMemHandle", "CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(two.driver, "address_range", lambda address: (address, 1))
+    monkeypatch.setattr(two.driver, "ipc_close", refuse)
+    with pytest.raises(TransportError, match="has 1 bytes here"):
+        two.transport.attach(descriptor)

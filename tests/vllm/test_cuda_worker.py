@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.transport.cuda import transport as cuda_transport
+from kvshm.transport.cuda.copy_stream import CudaCopy
+from kvshm.transport.cuda.driver import CudaError
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 from ..sessions import new_namespace
@@ -202,6 +205,56 @@ def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
         exporter.table.force([BlockId(1)])
     until(lambda: "request" in finished(importer.side))
     assert importer.side.take_bad() == {6}
+
+
+def test_a_load_waits_for_its_copy_without_polling(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that runs the model needs the interpreter."""
+    exporter, importer = make(1), make(2)
+    waits, go_on, polls = threading.Event(), threading.Event(), []
+    real, poll = FakeDriver.synchronize_event, CudaCopy.poll
+
+    def wait(driver: FakeDriver, event: Any) -> None:
+        waits.set()
+        assert go_on.wait(30)
+        real(driver, event)
+
+    monkeypatch.setattr(FakeDriver, "synchronize_event", wait)
+    monkeypatch.setattr(CudaCopy, "poll", lambda copy: polls.append(copy) or poll(copy))
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    transport: Any = importer.side._transport
+    with importer.driver.hold(transport.copy_stream.stream):
+        importer.side.begin_loads(metadata)
+        assert waits.wait(30)
+        polled = len(polls)
+        for _ in range(20):
+            assert finished(importer.side) == set()
+            time.sleep(0.001)
+        assert len(polls) == polled
+    go_on.set()
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
+    importer.side.close()
+    assert importer.driver.entered == {"kvshm-loads", "kvshm-attach", "kvshm-unmap"}
+
+
+def test_a_load_ends_though_nothing_can_wait_for_its_copy(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, importer = make(1), make(2)
+
+    def refuse(*_: object) -> None:
+        raise CudaError("cuEventSynchronize", "CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(FakeDriver, "synchronize_event", refuse)
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    transport: Any = importer.side._transport
+    with importer.driver.hold(transport.copy_stream.stream):
+        importer.side.begin_loads(metadata)
+        until(lambda: transport.copy_stream.stream.owner.work)
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
 
 
 def test_a_fence_is_passed_when_all_that_was_launched_has_ended(make: Make) -> None:
