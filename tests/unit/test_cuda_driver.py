@@ -168,7 +168,7 @@ def test_the_error_that_ended_a_mapping_is_the_one_that_is_reported(
     descriptor = driver.vmm_descriptor(address)
     for name in ("cuMemSetAccess", "cuMemUnmap", "cuMemAddressFree"):
         monkeypatch.setattr(cu, name, refusal(name))
-    with pytest.raises(CudaError, match="^cuMemSetAccess: CUDA_ERROR_UNKNOWN"):
+    with pytest.raises(CudaError, match=r"^cuMemSetAccess: CUDA_ERROR_UNKNOWN"):
         driver.vmm_map(descriptor, nbytes)
     os.close(descriptor)
 

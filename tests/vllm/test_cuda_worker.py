@@ -26,7 +26,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvshm._engine.load_plan import LoadOrder, Piece
+from kvshm._engine.load_plan import NO_TICKET, LoadFailure, LoadOrder, Piece
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
@@ -191,6 +191,48 @@ def test_a_copy_waits_for_the_forward_pass_only_where_a_drafter_may_write_late(
             assert finished(importer.side) == set()
         else:
             until(lambda: "request" in finished(importer.side))
+
+
+def test_a_copy_does_not_wait_for_the_forward_pass_behind_its_load(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the load's thread comes to it only when that pass is on its way."""
+    exporter, importer = make(1), make(2)
+    transport: Any = importer.side._transport
+    transport.late_writers = True
+    launched, begin = threading.Event(), transport.copy_stream.begin
+
+    def begin_behind_the_launch(*arguments: Any) -> Any:
+        assert launched.wait(30)
+        return begin(*arguments)
+
+    monkeypatch.setattr(transport.copy_stream, "begin", begin_behind_the_launch)
+    importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
+    compute, forward = importer.driver.compute_stream(), importer.driver.make(64)
+    compute.owner.run()  # the steps before have ended
+    with importer.driver.hold(compute):
+        importer.driver.copy(forward, forward, 64, compute)
+        launched.set()
+        until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
+
+
+def test_a_load_at_once_waits_for_all_that_was_launched_before_it(make: Make) -> None:
+    exporter, importer = make(1), make(2)
+    transport: Any = importer.side._transport
+    transport.late_writers = True
+    importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
+    until(lambda: "request" in finished(importer.side))
+    importer.side.take_report()
+    compute, late = importer.driver.compute_stream(), importer.driver.make(64)
+    records = exporter.table.scan()
+    piece = Piece(exporter.table.epoch, (), records, b"\0", (BlockId(5),), 8)
+    load = LoadOrder("at once", importer.table.epoch, NO_TICKET, 0, (piece,), ())
+    with importer.driver.hold(compute):
+        importer.driver.copy(late, late, 64, compute)
+        importer.side.load_at_once(StepMetadata(step=3, at_once=[load], patience=0.02))
+    (report,) = importer.side.take_report().loads
+    assert [failure.reason for failure in report.failures] == [LoadFailure.TOO_LATE]
 
 
 def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
