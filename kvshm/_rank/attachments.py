@@ -297,9 +297,9 @@ def try_to_enter_thread(transport: Transport) -> None:
 
 
 def note_launched(transport: Transport) -> None:
-    """On the thread that runs the model, before a load: what was launched until now may still write
-    to the load's targets, if the engine does not rule that out."""
-    if transport.late_writers and (note := getattr(transport, "note_launched", None)) is not None:
+    """Tell a transport, on the thread that runs the model, that a load comes: what was launched
+    until now may still write to its targets, if the engine does not rule that out."""
+    if (note := getattr(transport, "note_launched", None)) is not None:
         note()
 
 

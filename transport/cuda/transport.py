@@ -148,7 +148,11 @@ class CudaIpcTransport(OwnCache):
         self._zeros = 0
         self._fence = self.driver.new_event()
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
-        self._prepare_copies()
+        try:
+            self._prepare_copies()
+        except BaseException:
+            self.close()
+            raise
 
     def _prepare_copies(self) -> None:
         """Before the engine serves: to load a kernel may wait for all that the GPU does.  A peer's
@@ -327,7 +331,9 @@ class CudaIpcTransport(OwnCache):
 
     def note_launched(self) -> None:
         """See ``kvshm.interfaces.load_transport``."""
-        self.copy_stream.note_launched()
+        self.copy_stream.compute = self.driver.compute_stream()
+        if self.late_writers:
+            self.copy_stream.note_launched()
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""
