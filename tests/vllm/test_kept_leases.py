@@ -6,6 +6,9 @@ Counted in blocks and steps: a copy ends when the test says so, so a slow machin
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +21,9 @@ from kvshm._shm.layout import unpack_records
 from kvshm.hooks.vllm import before_prefill
 from kvshm.hooks.vllm.kept_blocks import KeptBlocks
 
+from ..doubles.cuda_fake import NotYet
 from .scheduling import prompt
-from .test_cuda_runner import BLOCKS, InProcessEngine, pair
+from .test_cuda_runner import BLOCKS, InProcessEngine, pair, value_of
 from .test_steps import PREFIX_BLOCKS, held_copies, tokens_of
 
 __all__ = ["pair"]
@@ -101,7 +105,7 @@ class Reuse:
             self.add(self.b, tokens_of(number))
         with held_copies(self.b):
             self.b.dispatch()
-            assert sum(bool(slot.leases) for slot in self.a.cache.table.slots()) == LEASED
+            assert self.leased() == LEASED
             for _ in range(STEPS):
                 filler = self.add(self.a, prompt(FILL_BLOCKS, first=10_000 * self.arrived))
                 self.a.step()
@@ -110,7 +114,11 @@ class Reuse:
                 self.steps += 1
         self.settle(self.b)
         self.settle(self.a)
-        assert not any(slot.leases for slot in self.a.cache.table.slots())
+        assert self.leased() == 0
+
+    def leased(self) -> int:
+        """How many blocks of the exporter are leased."""
+        return sum(bool(slot.leases) for slot in self.a.cache.table.slots())
 
     def outcome(self) -> Outcome:
         """Of ROUNDS rounds."""
@@ -139,3 +147,57 @@ def test_leased_blocks_are_not_reused_under_their_copies(
     copied, steps = ROUNDS * LEASED, ROUNDS * STEPS
     assert without == Outcome(copied - 24, 24, 24, kept=0, computed_again=12, steps=steps)
     assert reuse.outcome() == Outcome(copied, 0, 0, kept=copied, computed_again=0, steps=steps)
+
+
+@contextmanager
+def copies_in_turn(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[threading.Event]:
+    """Only the first copy that begins meanwhile ends, before the event is set."""
+    may_end, begun, copy = threading.Event(), [], engine.driver.copy_kernel
+    ours = engine.worker._worker._transport.copy_stream.stream.owner
+
+    def wait() -> None:
+        if not may_end.is_set():
+            ours.work.appendleft(wait)
+            raise NotYet
+
+    def copy_kernel(*arguments: Any) -> None:
+        if arguments[4].owner is ours:
+            begun.append(arguments)
+            if len(begun) > 1:
+                engine.driver._put(arguments[4], wait)
+        copy(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.driver, "copy_kernel", copy_kernel)
+        yield may_end
+
+
+def test_two_loads_of_an_importer_share_a_lease_and_the_recheck_guards_the_second(
+    pair: list[InProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An importer has one bit in a slot, which the load that set it takes back.  Such loads meet
+    when a request has waited for another one's import in vain."""
+    monkeypatch.setattr(before_prefill, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(before_prefill, "TWIN_WAIT_SECONDS", 0.0)
+    reuse = Reuse(*pair)
+    a, b = pair
+    reuse.ask_for_what_is_lost()
+    with copies_in_turn(b, monkeypatch) as second_may_end:
+        first, second = (reuse.add(b, tokens_of(HOT[0])) for _ in range(2))
+        b.dispatch()
+        imports = b.engine.connector._scheduler.importer._imports.values()
+        assert [made.load.pieces[0].taken for made in imports] == [b"\1" * 5, b"\0" * 5]
+        b.until(first.is_finished)
+        assert reuse.leased() == 0, "though the second copy has not ended"
+        for _ in range(6):
+            reuse.add(a, prompt(FILL_BLOCKS, first=10_000 * reuse.arrived))
+            reuse.settle(a)
+        second_may_end.set()
+        b.until(lambda: second.num_computed_tokens > 0 and second.num_output_placeholders)
+        blocks = b.engine.blocks_of(second.request_id)[:PREFIX_BLOCKS]
+        reuse.settle(b)
+    assert b.cache.table.counters.read(RECHECK_FAILED) == PREFIX_BLOCKS
+    tokens = tokens_of(HOT[0])
+    assert b.values(blocks) == [{value_of(tokens, i)} for i in range(PREFIX_BLOCKS)]
