@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshm._ground.ids import Rank
-from kvshm._shm.counters import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED, Counter
+from kvshm._shm.counters import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm._shm.layout import unpack_records
 from kvshm.hooks.vllm import before_prefill
 from kvshm.hooks.vllm.kept_blocks import KeptBlocks
@@ -122,16 +122,18 @@ class Reuse:
 
     def outcome(self) -> Outcome:
         """Of ROUNDS rounds."""
-        a, b = (engine.cache.table.counters for engine in (self.a, self.b))
-        counted: tuple[tuple[Any, Counter], ...] = (
-            (b, IMPORTED_BLOCKS), (b, RECHECK_FAILED), (a, FORCED), (a, KEPT),
-        )  # fmt: skip
-        before = [counters.read(counter) for counters, counter in counted]
+        before = self.counted()
         self.computed_again = self.steps = 0
         for _ in range(ROUNDS):
             self.round()
-        seen = [c.read(counter) - was for (c, counter), was in zip(counted, before, strict=True)]
-        return Outcome(*seen, self.computed_again, self.steps)
+        seen = [now - was for now, was in zip(self.counted(), before, strict=True)]
+        imported, discarded, forced, kept = seen
+        return Outcome(imported, discarded, forced, kept, self.computed_again, self.steps)
+
+    def counted(self) -> list[int]:
+        """The first four of an Outcome, since the start."""
+        a, b = (engine.cache.table.counters.read for engine in (self.a, self.b))
+        return [b(IMPORTED_BLOCKS), b(RECHECK_FAILED), a(FORCED), a(KEPT)]
 
 
 def test_leased_blocks_are_not_reused_under_their_copies(
