@@ -110,6 +110,18 @@ def test_a_gpu_without_memory_pools_is_refused_by_name(
         nvidia.NvidiaDriver(0)
 
 
+def test_bindings_that_keep_pythons_lock_are_refused_by_name(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12.8.0 and 12.9.0: who waits for the GPU stops the thread that runs the model."""
+    played_driver(request)
+    from kvshm.transport.cuda import nvidia
+
+    monkeypatch.setattr("cuda.bindings.__version__", "12.9.0")
+    with pytest.raises(CudaError, match=r"cuda-bindings: 12\.9\.0 would stop .* install 12\.9\.1"):
+        nvidia.NvidiaDriver(0)
+
+
 def test_a_handle_has_64_bytes_and_cannot_be_opened_where_it_was_made(driver: Driver) -> None:
     handle = driver.ipc_handle(driver.allocate_shared(1 << 21))
     assert len(handle) == 64

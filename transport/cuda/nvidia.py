@@ -9,12 +9,14 @@ addresses.
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
+import cuda.bindings
 import torch
 from cuda.bindings import driver as cu
 
@@ -24,6 +26,8 @@ from .driver import CudaError, HostBuffer, RegionTable, Stream
 from .launch import Launcher
 
 IPC_HANDLE_BYTES = 64
+OLDEST_BINDINGS = (12, 9, 1)
+"""Earlier ones keep Python's lock (the GIL) during calls of the driver."""
 _PROCESS = uuid.uuid4().hex
 _host_lock = threading.Lock()
 _host_unused: dict[int, list[int]] = {}
@@ -49,7 +53,8 @@ class NvidiaDriver:
     """One GPU, given by torch's index."""
 
     def __init__(self, ordinal: int) -> None:
-        """Raises CudaError if there is no such GPU or no driver."""
+        """Raises CudaError if there is no such GPU, no driver, or bindings that cannot be used."""
+        _check_bindings(cuda.bindings.__version__)
         _call(cu.cuInit, 0)
         self.ordinal = ordinal
         self.process = _PROCESS
@@ -340,6 +345,17 @@ class NvidiaDriver:
 
     def synchronize_event(self, event: Any) -> None:
         self._call_in_context(cu.cuEventSynchronize, event)  # the bindings let the GIL go
+
+
+def _check_bindings(version: str) -> None:
+    found = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if found < OLDEST_BINDINGS:
+        oldest = ".".join(map(str, OLDEST_BINDINGS))
+        raise CudaError(
+            "cuda-bindings",
+            f"{version} would stop all threads of this process whenever one waits for the GPU; "
+            f"install {oldest} or newer",
+        )
 
 
 def _call_quietly(function: Any, *arguments: Any) -> None:
