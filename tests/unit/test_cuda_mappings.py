@@ -78,7 +78,7 @@ def test_equal_handles_of_two_exports_are_never_confused(node: Node) -> None:
     one, two = node.rank(), node.rank()
     first = wire(one.transport.export(EPOCH))
     attachment = two.transport.attach(first)
-    reborn = with_details(first, life=details_of(first)["life"] + 1)
+    reborn = with_details(first, export_id=details_of(first)["export_id"] + 1)
     with pytest.raises(TransportError, match="earlier export"):
         two.transport.attach(reborn)
     attachment.close()
@@ -102,7 +102,7 @@ def test_vmm_memory_described_anew_has_another_export_id(node: Node) -> None:
     before = wire(one.transport.export(EPOCH))
     one.transport.export(Epoch(0))
     after = wire(one.transport.export(EPOCH))
-    assert details_of(after)["life"] != details_of(before)["life"]
+    assert details_of(after)["export_id"] != details_of(before)["export_id"]
     with pytest.raises(StaleAttachment):
         two.transport.attach(before)
     assert copied(two.transport.attach(after)) is CopyState.DONE
