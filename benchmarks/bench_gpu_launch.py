@@ -4,7 +4,8 @@
 
 The driver's library is played (tests/played_cuda): its calls only note what they are asked for, so
 what is left is ours: Python and cuda-bindings.  A real driver's calls come on top, five for an
-import; benchmarks/bench_gpu_copy.py measures the sum on a GPU.
+import; benchmarks/bench_gpu_copy.py measures the sum on a GPU.  Measured is a thread that has
+entered the GPU's context, as the thread that carries out loads has, and one that has not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from measurement import percentiles, report
@@ -37,24 +41,31 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as directory:
         ctypes.CDLL(str(library.build(Path(directory))), ctypes.RTLD_GLOBAL)
-        from cuda.bindings import driver as cu
-
         from kvshm.transport.cuda.nvidia import NvidiaDriver
 
         driver = NvidiaDriver(0)
-        cu.cuCtxPushCurrent(driver._context)  # as torch leaves it on the thread of a model
-        for blocks, regions in SHAPES:
-            measure(driver, blocks, regions)
+        for entered in (True, False):
+            for blocks, regions in SHAPES:
+                in_thread(partial(measure, driver, blocks, regions, entered))
     return 0
 
 
-def measure(driver: Driver, blocks: int, regions: int) -> None:
+def in_thread(job: Callable[[], None]) -> None:
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join()
+
+
+def measure(driver: Driver, blocks: int, regions: int, entered: bool) -> None:
     """Begin imports of 16 bytes per fragment, and poll each until it has ended."""
+    if entered:
+        driver.enter_thread()
     made = CopyStream(driver, driver.compute_stream())
     memory = driver.allocate(2 << 20), driver.allocate(2 << 20)
     table = upload(driver, [RegionRow(*memory, 16, 16, 16)] * regions, made.stream)
     ids = [BlockId(block) for block in range(blocks)]
     made.prepare(table)
+    made.prepare_buffers()
     begun, polled = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -67,7 +78,7 @@ def measure(driver: Driver, blocks: int, regions: int) -> None:
         begun.append((middle - start) * 1e6)
     made.close()
     report(
-        "host's part of a gpu import", blocks=blocks, regions=regions,
+        "host's part of a gpu import", blocks=blocks, regions=regions, entered=entered,
         begin_us=percentiles(begun), poll_us=percentiles(polled),
     )  # fmt: skip
 

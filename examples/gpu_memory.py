@@ -34,7 +34,8 @@ def held(driver: Any, stream: Any) -> Iterator[None]:
     word = driver.host_allocate(4)
     word.view[:] = bytes(4)
     equal = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-    (code,) = cu.cuStreamWaitValue32(stream.handle, word.address, 1, equal)
+    with driver.in_context():
+        (code,) = cu.cuStreamWaitValue32(stream.handle, word.address, 1, equal)
     assert code == cu.CUresult.CUDA_SUCCESS, code
     try:
         yield

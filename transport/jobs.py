@@ -20,8 +20,10 @@ class JobThread:
     The thread starts with the first job and ends with ``close``.  Any thread may submit.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, enter: Callable[[], None] | None = None) -> None:
+        """``enter``: the first thing that the thread does."""
         self._name = name
+        self._enter = enter
         self._log_limit = RateLimit(time.monotonic)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -52,6 +54,8 @@ class JobThread:
             self._thread.join()
 
     def _run(self) -> None:
+        if self._enter is not None:
+            self._try(self._enter)
         while self._run_next():
             pass
 
@@ -60,9 +64,12 @@ class JobThread:
         job = self._jobs.get()
         if job is None:
             return False
+        self._try(job)
+        return True
+
+    def _try(self, job: Callable[[], None]) -> None:
         try:
             job()
         except Exception:  # any: the next jobs must still run
             if self._log_limit.allows("job"):
                 _log.exception("a job of thread %s failed", self._name)
-        return True

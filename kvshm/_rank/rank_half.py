@@ -35,7 +35,7 @@ from kvshm._shm.progress import FIRST_LOAD_THREAD
 from kvshm.errors import KvshmError, MemoryInUse
 from kvshm.interfaces import Transport
 
-from .attachments import AttachmentCache
+from .attachments import AttachmentCache, note_launched, try_to_enter_thread
 from .rank_load import RankLoad
 
 log = logger(__name__)
@@ -142,6 +142,7 @@ class RankHalf:
     def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
+        note_launched(self.transport)
         self._unreported += 1
         self._show_pending()
         if self._rank == 0 and table is not None:
@@ -165,6 +166,7 @@ class RankHalf:
         MemoryInUse if a copy cannot be stopped: the model must not run.
         """
         table = self.table
+        note_launched(self.transport)
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
@@ -257,9 +259,14 @@ class RankHalf:
     def _run(self) -> None:
         active: list[RankLoad] = []
         closing = False
+        try_to_enter_thread(self.transport)
         while active or not closing:
+            # While it can wait for the GPU it polls nothing: the thread that runs the model needs
+            # the interpreter.
+            waited = bool(active) and self._loads.empty() and active[0].wait()
             with suppress(queue.Empty):
-                load = self._loads.get(timeout=POLL_SECONDS if active else TIDY_SECONDS)
+                pause = POLL_SECONDS if active else TIDY_SECONDS
+                load = self._loads.get(block=not waited, timeout=pause)
                 if load is None:
                     closing = True
                 else:

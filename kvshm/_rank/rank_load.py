@@ -117,6 +117,22 @@ class RankLoad:
             self.report = LoadReport(load_id, bad, *about)
         return True
 
+    def wait(self) -> bool:
+        """Block until a copy under way has ended.  False at once if none is, if the load waits for
+        more than copies, and if the transport offers no way to wait.  Never raises."""
+        parts = [part for part in self._parts if part.failure is None or part.copy is not None]
+        copies = [part.copy for part in parts if part.copy is not None]
+        if len(copies) < len(parts):
+            return False
+        try:
+            copy = next((c for c in copies if c.poll() is CopyState.PENDING), None)
+            if (wait := getattr(copy, "wait", None)) is None:
+                return False
+            wait()
+        except Exception:  # any, of a transport: ``advance`` meets it again, and says so
+            return False
+        return True
+
     def _times(self) -> CopyTimes | None:
         if not (self._begun_at and self._copied_at):
             return None

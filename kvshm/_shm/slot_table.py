@@ -235,10 +235,9 @@ class PeerSlotTable(SlotTableView):
         was set already or the block was not leased.  With NO_LEASE_BIT no lease is taken and the
         re-check alone protects the copy; the table may then be mapped read-only.
         """
-        leased = _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
-        if leased[0] and bit >= 0:
+        if bit >= 0 and records and self.WRITABLE:  # first: no lease is in force while it is 0
             self._keep_until(self._after(self.now, LEASE_SECONDS))
-        return leased
+        return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
         """Give back the leases that ``lease`` reported as taken (None: all of the records).

@@ -13,10 +13,11 @@ import mmap
 import os
 import secrets
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from kvshm import _native
@@ -78,7 +79,9 @@ class FakeStream:
 @dataclass
 class FakeEvent:
     stream: FakeStream | None = None
-    done: bool = True
+    turn: int = 0
+    """How often it was recorded."""
+    reached: int = 0
 
 
 class FakeDriver:
@@ -95,6 +98,16 @@ class FakeDriver:
         """Whether work on the GPU fails, as after an illegal access."""
         self._streams: dict[int, FakeStream] = {0: self.compute}
         self._lock = threading.RLock()
+        self.entered: set[str] = set()
+        """Names of the threads that called ``enter_thread``."""
+        self.events = 0
+        """How many exist."""
+
+    def enter_thread(self) -> None:
+        self.entered.add(threading.current_thread().name)
+
+    def in_context(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     # -- memory
 
@@ -255,12 +268,19 @@ class FakeDriver:
             stream.owner.work.append(work)
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
-        self._check("cuStreamWaitEvent")
         event = FakeEvent()
         self.record(event, earlier)
+        self.wait_event(stream, event)
+
+    def wait_event(self, stream: Stream, event: FakeEvent) -> None:
+        self._check("cuStreamWaitEvent")
+        recorded, owner, turn = event, event.stream, event.turn
 
         def wait_here() -> None:
-            if not self.done(event):
+            # As on a GPU, for the record that was the last one when the wait was enqueued.
+            if owner is not None and recorded.reached < turn:
+                self._run(owner)
+            if recorded.reached < turn:
                 stream.owner.work.appendleft(wait_here)
                 raise NotYet
 
@@ -304,24 +324,33 @@ class FakeDriver:
                 self._move(target + other * target_stride, source + one * source_stride, nbytes)
 
     def new_event(self) -> FakeEvent:
+        self.events += 1
         return FakeEvent()
 
-    def free_event(self, event: FakeEvent) -> None: ...
+    def free_event(self, event: FakeEvent) -> None:
+        self._check("cuEventDestroy")
+        self.events -= 1
 
     def record(self, event: FakeEvent, stream: Stream) -> None:
-        event.stream, event.done = stream.owner, False
+        self._check("cuEventRecord")
+        event.stream, event.turn = stream.owner, event.turn + 1
+        turn = event.turn
 
         def reached() -> None:
-            event.done = True
+            event.reached = max(event.reached, turn)
 
         self._put(stream, reached)
 
     def done(self, event: FakeEvent) -> bool:
         self._check("cuEventQuery")
         with self._lock:
-            if event.stream is not None and not event.done:
+            if event.stream is not None and event.reached < event.turn:
                 self._run(event.stream)
-        return event.done
+        return event.reached >= event.turn
+
+    def synchronize_event(self, event: FakeEvent) -> None:
+        while not self.done(event):
+            time.sleep(0.0002)
 
     @staticmethod
     def _run(stream: FakeStream) -> None:

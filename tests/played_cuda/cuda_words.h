@@ -14,11 +14,12 @@ typedef struct stream *CUstream;
 typedef struct event *CUevent;
 typedef struct module *CUmodule;
 typedef struct function *CUfunction;
+typedef struct pool *CUmemoryPool;
 typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char reserved[64]; } CUipcMemHandle;
 typedef struct { unsigned char data[64]; } CUmemFabricHandle;
 typedef int CUmemAllocationHandleType, CUmemAllocationGranularity_flags, CUdevice_attribute,
-    CUdevice_P2PAttribute;
+    CUdevice_P2PAttribute, CUpointer_attribute, CUfunction_attribute, CUmemPool_attribute;
 typedef int CUdriverProcAddressQueryResult;
 typedef struct { int type, id; } CUmemLocation;
 typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
@@ -37,6 +38,14 @@ typedef struct {
         unsigned char reserved[4];
     } allocFlags;
 } CUmemAllocationProp;
+typedef struct {
+    int allocType, handleTypes;
+    CUmemLocation location;
+    void *win32SecurityAttributes;
+    size_t maxSize;
+    unsigned short usage;
+    unsigned char reserved[54];
+} CUmemPoolProps;
 
 enum {
     CUDA_SUCCESS = 0,
@@ -50,10 +59,16 @@ enum {
     CUDA_ERROR_NOT_FOUND = 500,
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
+    CUDA_ERROR_NOT_SUPPORTED = 801,
+    CU_MEM_HANDLE_TYPE_NONE = 0,
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_MEM_HANDLE_TYPE_FABRIC = 8,
     CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
+    CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11,
+    CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12,
+    CU_FUNC_ATTRIBUTE_NUM_REGS = 4,
     CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED = 3,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,

@@ -71,6 +71,13 @@ EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
     return CUDA_SUCCESS;
 }
 
+EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
+    WANT(is_context(context));
+    if (!depth) depth = 1;
+    stack[depth - 1] = (intptr_t)context;
+    return CUDA_SUCCESS;
+}
+
 EXPORTED CUresult cuCtxPushCurrent(CUcontext context) {
     WANT(is_context(context) && depth < 16);
     stack[depth++] = (intptr_t)context;
@@ -97,17 +104,21 @@ EXPORTED CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     each(cuInit) each(cuDriverGetVersion) each(cuDeviceGet) each(cuDeviceGetCount) \
     each(cuDeviceGetUuid) each(cuDeviceGetAttribute) each(cuDeviceCanAccessPeer) \
     each(cuDeviceGetP2PAttribute) \
-    each(cuDevicePrimaryCtxRetain) each(cuCtxGetCurrent) each(cuCtxPushCurrent) \
+    each(cuDevicePrimaryCtxRetain) each(cuCtxGetCurrent) each(cuCtxSetCurrent) \
+    each(cuCtxPushCurrent) \
     each(cuCtxPopCurrent) each(cuCtxEnablePeerAccess) each(cuStreamCreate) \
     each(cuStreamDestroy) each(cuStreamSynchronize) each(cuStreamWaitEvent) \
     each(cuStreamWaitValue32) each(cuEventCreate) each(cuEventDestroy) each(cuEventRecord) \
-    each(cuEventQuery) each(cuMemAlloc) each(cuMemAllocAsync) each(cuMemFreeAsync) \
-    each(cuMemHostAlloc) each(cuMemGetAddressRange) each(cuMemcpyAsync) \
+    each(cuEventQuery) each(cuEventSynchronize) each(cuMemAlloc) each(cuMemPoolCreate) \
+    each(cuMemPoolSetAttribute) each(cuMemAllocFromPoolAsync) each(cuMemFreeAsync) \
+    each(cuMemHostAlloc) each(cuMemGetAddressRange) each(cuPointerGetAttribute) \
+    each(cuMemcpyAsync) \
     each(cuIpcGetMemHandle) each(cuIpcOpenMemHandle) each(cuIpcCloseMemHandle) \
     each(cuMemCreate) each(cuMemRelease) each(cuMemAddressReserve) each(cuMemAddressFree) \
     each(cuMemMap) each(cuMemUnmap) each(cuMemSetAccess) each(cuMemGetAllocationGranularity) \
     each(cuMemRetainAllocationHandle) each(cuMemExportToShareableHandle) \
     each(cuMemImportFromShareableHandle) each(cuModuleLoadData) each(cuModuleGetFunction) \
+    each(cuFuncGetAttribute) \
     each(cuLaunchKernel)
 
 #ifndef CUDA_VERSION

@@ -10,7 +10,7 @@ enum kind { FREE, PLAIN, POOL, HOST, PEER, RESERVED, VMM };
 struct area {
     enum kind kind;
     CUdeviceptr base;
-    size_t bytes;
+    size_t bytes, wanted; /* wanted: what was asked for, which is what the driver tells */
     int fd;
     unsigned serial;
     int protection;
@@ -50,7 +50,7 @@ static struct area *new_area(enum kind kind, CUdeviceptr base, size_t bytes, int
     while (a->kind)
         if (++a == areas + MOST) abort();
     if (a == areas + used) used++;
-    *a = (struct area){kind, base, bytes, fd, ++serial, PROT_READ | PROT_WRITE, 0};
+    *a = (struct area){kind, base, bytes, bytes, fd, ++serial, PROT_READ | PROT_WRITE, 0};
     return a;
 }
 
@@ -63,7 +63,7 @@ static CUresult take(enum kind kind, CUdeviceptr *address, size_t bytes) {
     void *pages = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (pages == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&played_lock);
-    new_area(kind, (CUdeviceptr)pages, rounded, fd);
+    new_area(kind, (CUdeviceptr)pages, rounded, fd)->wanted = bytes;
     pthread_mutex_unlock(&played_lock);
     *address = (CUdeviceptr)pages;
     return CUDA_SUCCESS;
@@ -73,8 +73,26 @@ EXPORTED CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes) {
     return take(PLAIN, address, bytes);
 }
 
-EXPORTED CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream) {
-    (void)stream;
+static size_t pool_threshold;
+
+EXPORTED CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *wanted) {
+    if (getenv("PLAYED_CUDA_NO_POOLS")) return CUDA_ERROR_NOT_SUPPORTED;
+    WANT(wanted && (int)wanted->allocType == 1 && (int)wanted->location.type == 1);
+    WANT(wanted->location.id >= 0 && wanted->location.id < DEVICES);
+    WANT((int)wanted->handleTypes == CU_MEM_HANDLE_TYPE_NONE && !wanted->maxSize);
+    *pool = (CUmemoryPool)&pool_threshold;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute which, void *value) {
+    WANT(pool == (CUmemoryPool)&pool_threshold && which == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
+    pool_threshold = *(cuuint64_t *)value;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool,
+                                          CUstream stream) {
+    WANT(pool == (CUmemoryPool)&pool_threshold && pool_threshold > 0 && stream);
     return take(POOL, address, bytes);
 }
 
@@ -105,13 +123,31 @@ EXPORTED CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdevic
     WANT_CONTEXT();
     struct area *area = area_at(address);
     if (!area || area->kind == RESERVED) return CUDA_ERROR_NOT_FOUND;
-    *base = area->base, *bytes = area->bytes;
+    if (getenv("PLAYED_CUDA_NO_RANGE")) return CUDA_ERROR_NOT_FOUND;
+    *base = area->base, *bytes = area->wanted;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which,
+                                        CUdeviceptr address) {
+    WANT_CONTEXT();
+    struct area *area = area_at(address);
+    if (!area || area->kind == RESERVED) return CUDA_ERROR_INVALID_VALUE;
+    WANT(which == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR || which == CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+    if (which == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *(CUdeviceptr *)value = area->base;
+    else *(size_t *)value = area->wanted;
     return CUDA_SUCCESS;
 }
 
 /* -- other processes' memory */
 
 struct ticket { char magic[8]; int pid, fd; size_t bytes; unsigned serial; };
+
+static int open_of(const struct ticket *ticket) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", ticket->pid, ticket->fd);
+    return open(path, O_RDWR | O_CLOEXEC);
+}
 
 EXPORTED CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     WANT_CONTEXT();
@@ -133,9 +169,7 @@ EXPORTED CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle
     for (struct area *a = areas; a < areas + used; a++)
         if (a->kind == PEER && a->serial == ticket.serial && a->handle == (unsigned)ticket.pid)
             REFUSE(CUDA_ERROR_ALREADY_MAPPED, "opened a second time");
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", ticket.pid, ticket.fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
+    int fd = open_of(&ticket);
     if (fd < 0) return CUDA_ERROR_INVALID_VALUE;
     void *pages = mmap(NULL, ticket.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (pages == MAP_FAILED) return close(fd), CUDA_ERROR_OUT_OF_MEMORY;
@@ -186,8 +220,7 @@ EXPORTED CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes
                               const CUmemAllocationProp *wanted, unsigned long long flags) {
     WANT(fits(wanted) && flags == 0 && bytes % PAGE_BYTES == 0);
     int types = (int)wanted->requestedHandleTypes;
-    if (types == CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_INVALID_VALUE; /* no fabric here */
-    WANT(types == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    WANT(types == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || types == CU_MEM_HANDLE_TYPE_FABRIC);
     int fd = memfd_create("played-vmm", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
     return adopt(handle, fd, bytes, types);
@@ -246,6 +279,8 @@ EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemA
                                  size_t count) {
     WANT(count == 1 && access->location.type == 1 && access->location.id < DEVICES);
     int flags = (int)access->flags;
+    if (flags == CU_MEM_ACCESS_FLAGS_PROT_READ && getenv("PLAYED_CUDA_NO_READ_ONLY"))
+        return CUDA_ERROR_INVALID_VALUE;
     WANT(flags == CU_MEM_ACCESS_FLAGS_PROT_READ || flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
     int wanted = flags == CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ : PROT_READ | PROT_WRITE;
     WANT(!mprotect((void *)address, bytes, wanted));
@@ -269,14 +304,28 @@ EXPORTED CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAllo
                                                unsigned long long flags) {
     WANT(is_physical(handle) && flags == 0);
     if (physicals[handle].types != (int)type) return CUDA_ERROR_INVALID_VALUE;
+    if ((int)type == CU_MEM_HANDLE_TYPE_FABRIC) {
+        struct ticket ticket = {"fabric!", getpid(), physicals[handle].fd, 0, 0};
+        memset(shareable, 0, sizeof(CUmemFabricHandle));
+        memcpy(shareable, &ticket, sizeof ticket);
+        return CUDA_SUCCESS;
+    }
     *(int *)shareable = fcntl(physicals[handle].fd, F_DUPFD_CLOEXEC, 0);
     return CUDA_SUCCESS;
 }
 
 EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared,
                                                  CUmemAllocationHandleType type) {
-    WANT(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    int fd = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, 0);
+    WANT(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || type == CU_MEM_HANDLE_TYPE_FABRIC);
+    int fd;
+    if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+        struct ticket ticket;
+        memcpy(&ticket, shared, sizeof ticket);
+        WANT(!memcmp(ticket.magic, "fabric!", 8));
+        fd = open_of(&ticket);
+    } else {
+        fd = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, 0);
+    }
     WANT(fd >= 0);
     return adopt(handle, fd, (size_t)lseek(fd, 0, SEEK_END), (int)type);
 }

@@ -139,13 +139,14 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned fla
 EXPORTED CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value,
                                       unsigned flags) {
     CUresult code;
+    WANT_CONTEXT();
     WANT(is_memory(address, 4) && flags == 1);
     return LOCKED(put(stream, (struct work){
         .what = WAIT_VALUE, .target = address, .value = value}));
 }
 
 EXPORTED CUresult cuEventCreate(CUevent *event, unsigned flags) {
-    WANT(flags == 2);
+    WANT(flags == 3); /* CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING */
     WANT_CONTEXT();
     *event = calloc(1, sizeof(struct event));
     return CUDA_SUCCESS;
@@ -153,6 +154,7 @@ EXPORTED CUresult cuEventCreate(CUevent *event, unsigned flags) {
 
 EXPORTED CUresult cuEventDestroy(CUevent event) {
     WANT(event);
+    WANT_CONTEXT();
     return CUDA_SUCCESS;
 }
 
@@ -174,6 +176,12 @@ EXPORTED CUresult cuEventQuery(CUevent event) {
     CUresult failed = queue_of(event_of(event)->stream)->failed;
     pthread_mutex_unlock(&played_lock);
     return failed ? failed : done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+EXPORTED CUresult cuEventSynchronize(CUevent event) {
+    CUresult code;
+    while ((code = cuEventQuery(event)) == CUDA_ERROR_NOT_READY) usleep(100);
+    return code;
 }
 
 EXPORTED CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t bytes,
@@ -209,9 +217,17 @@ EXPORTED CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 }
 
 EXPORTED CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    WANT_CONTEXT();
     WANT(module == (CUmodule)&default_stream);
     if (strcmp(name, "_copy_kernel")) return CUDA_ERROR_NOT_FOUND;
     *function = (CUfunction)&default_stream;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
+    WANT_CONTEXT();
+    WANT(function == (CUfunction)&default_stream && which == CU_FUNC_ATTRIBUTE_NUM_REGS);
+    *value = 32;
     return CUDA_SUCCESS;
 }
 

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._ground.ids import Epoch
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.transport.cuda import checksum
-from kvshm.transport.cuda.driver import CudaError, Route
+from kvshm.transport.cuda.driver import Route
 from kvshm.transport.cuda.export import REMEDY, DeviceMemory
 from kvshm.transport.cuda.transport import CudaIpcTransport
 
@@ -204,100 +203,3 @@ def test_the_route_between_gpus_is_measured_once_per_fragment_size(
     assert {"copy_kernel", "copy_batch"} == set(launches)
     two.transport.attach(wire(one.transport.export(EPOCH)))
     assert len(launches) == measured + 1  # only the probe
-
-
-# -- copies
-
-
-def test_a_copy_waits_for_what_the_model_has_put_on_its_stream(node: Node) -> None:
-    """A late writer of the destination must not write after the copy."""
-    one, two = node.rank(), node.rank()
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    late = two.driver.allocate(BLOCK)
-    compute = two.driver.compute_stream()
-    with two.driver.hold(compute):
-        two.driver.copy(two.address, late, BLOCK, compute)
-        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
-        assert copy.poll() is CopyState.PENDING
-    assert copy.poll() is CopyState.DONE
-    assert two.cache[0] == 1
-
-
-def test_a_checksum_covers_what_the_model_has_put_on_its_stream(node: Node) -> None:
-    one = node.rank()
-    before = one.transport.checksum([BlockId(0)])
-    compute, ones = one.driver.compute_stream(), one.driver.allocate(BLOCK)
-    one.driver.copy(one.address, ones, BLOCK, compute)
-    assert one.transport.checksum([BlockId(0)]) != before
-
-
-def test_checksums_of_more_blocks_than_the_buffer_holds_are_the_same(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = node.rank()
-    one.cache[:] = bytes(i // BLOCK for i in range(NBYTES))
-    blocks = [BlockId(i) for i in (5, 0, 9, 2, 7)]
-    at_once = one.transport.checksum(blocks)
-    monkeypatch.setattr(checksum, "_BUFFER_BYTES", 2 * BLOCK)
-    assert one.transport.checksum(blocks) == at_once
-    assert len(set(at_once)) == len(blocks)
-
-
-def test_more_blocks_than_prepared_buffers_hold_travel_in_one_copy(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    copy = attachment.begin_copy([BlockId(0)] * 5000, [BlockId(1)] * 5000)
-    assert copy.poll() is CopyState.DONE
-    assert two.cache[BLOCK] == 1
-
-
-def test_an_error_of_the_gpu_fails_the_copy_and_does_not_escape(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
-    two.driver.failing = True
-    assert copy.poll() is CopyState.FAILED
-    two.driver.failing = False
-    assert copy.poll() is CopyState.FAILED
-
-
-def test_after_an_error_that_stays_nothing_of_a_copy_has_to_be_waited_for(node: Node) -> None:
-    """Whatever is asked of the context from then on raises: nothing runs there any more."""
-    one, two = node.rank(), node.rank()
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    copies = two.transport.copy_stream
-    with two.driver.hold(copies.stream):
-        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
-        assert copy.poll() is CopyState.PENDING
-        two.driver.failing = True
-        assert copy.fence()
-        assert copy.poll() is CopyState.FAILED
-        two.driver.failing = False
-
-
-def test_a_driver_without_batched_copies_leaves_the_kernel(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = node.rank("gpu-1"), node.rank("gpu-0")
-
-    def missing(*_: object) -> None:
-        raise CudaError("cuMemcpyBatchAsync", "not in this driver")
-
-    monkeypatch.setattr(two.driver, "copy_batch", missing)
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    assert attachment.route is Route.KERNEL
-    assert copied(attachment) is CopyState.DONE
-
-
-def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiling and allocating would stop the model for as long."""
-    one, two = node.rank(), node.rank()
-    prepared: list[object] = []
-    monkeypatch.setattr(two.driver, "prepare_kernel", prepared.append)
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    assert attachment._table in prepared
-    monkeypatch.setattr(two.driver, "allocate", None)
-    monkeypatch.setattr(two.driver, "host_allocate", None)
-    assert copied(attachment) is CopyState.DONE

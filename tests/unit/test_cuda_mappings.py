@@ -15,6 +15,7 @@ from kvshm._shm.fd_server import FdServer
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 from kvshm.transport.cuda import vmm
+from kvshm.transport.cuda.driver import CudaError
 
 from .cuda_ranks import (
     BLOCK,
@@ -77,7 +78,7 @@ def test_equal_handles_of_two_exports_are_never_confused(node: Node) -> None:
     one, two = node.rank(), node.rank()
     first = wire(one.transport.export(EPOCH))
     attachment = two.transport.attach(first)
-    reborn = with_details(first, life=details_of(first)["life"] + 1)
+    reborn = with_details(first, export_id=details_of(first)["export_id"] + 1)
     with pytest.raises(TransportError, match="earlier export"):
         two.transport.attach(reborn)
     attachment.close()
@@ -101,7 +102,7 @@ def test_vmm_memory_described_anew_has_another_export_id(node: Node) -> None:
     before = wire(one.transport.export(EPOCH))
     one.transport.export(Epoch(0))
     after = wire(one.transport.export(EPOCH))
-    assert details_of(after)["life"] != details_of(before)["life"]
+    assert details_of(after)["export_id"] != details_of(before)["export_id"]
     with pytest.raises(StaleAttachment):
         two.transport.attach(before)
     assert copied(two.transport.attach(after)) is CopyState.DONE
@@ -227,3 +228,34 @@ def test_memory_that_is_being_unmapped_is_opened_anew_only_afterwards(
     go_on.set()
     waiting.join(30)
     assert copied(again[0]) is CopyState.DONE
+
+
+def test_a_peer_is_attached_though_the_driver_tells_no_length_of_its_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the query answers for a pointer that another process's handle gave is undocumented."""
+    one, two = node.rank(), node.rank()
+    descriptor = wire(one.transport.export(EPOCH))
+
+    def refuse(address: int) -> tuple[int, int]:
+        raise CudaError("cuMemGetAddressRange", "CUDA_ERROR_NOT_FOUND")
+
+    monkeypatch.setattr(two.driver, "address_range", refuse)
+    attachment = two.transport.attach(descriptor)
+    assert copied(attachment, 3) is CopyState.DONE
+    assert two.cache[: 3 * BLOCK] == bytes([1]) * 3 * BLOCK
+
+
+def test_memory_that_is_too_short_and_cannot_be_unmapped_is_refused_as_too_short(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node.rank(), node.rank()
+    descriptor = wire(one.transport.export(EPOCH))
+
+    def refuse(*_: object) -> None:
+        raise CudaError("cuIpcCloseMemHandle", "CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(two.driver, "address_range", lambda address: (address, 1))
+    monkeypatch.setattr(two.driver, "ipc_close", refuse)
+    with pytest.raises(TransportError, match="has 1 bytes here"):
+        two.transport.attach(descriptor)

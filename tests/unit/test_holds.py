@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -260,12 +261,22 @@ def test_a_table_says_whether_it_keeps_anything(table: AnyTable, clock: Clock) -
     assert table.keeps_blocks()
 
 
-def test_a_lease_says_that_there_may_be_leases(table: AnyTable, clock: Clock) -> None:
+def test_a_lease_says_that_there_may_be_leases(
+    table: AnyTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = publish(table, 1, 2)
     table.lease(NO_LEASE_BIT, records)
-    table.lease(LeaseBit(3), changed(records, generation=Generation(3)))
+    table.lease(LeaseBit(3), b"")
     assert not table.kept_until
+    lease, said = _native.lease, list[bool]()
+
+    def watched(*arguments: Any) -> Any:
+        said.append(table.keeps_blocks())
+        return lease(*arguments)
+
+    monkeypatch.setattr(_native, "lease", watched)
     table.lease(LeaseBit(3), records[:48])
+    assert said == [True], "before the first lease is there"
     assert table.keeps_blocks()
     assert kept(table) == {1}
     table.release(LeaseBit(3), records[:48])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvshm._engine.load_plan import LoadOrder, Piece
+from kvshm._engine.load_plan import NO_TICKET, LoadFailure, LoadOrder, Piece
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
@@ -36,6 +37,8 @@ from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.transport.cuda import transport as cuda_transport
+from kvshm.transport.cuda.copy_stream import CudaCopy
+from kvshm.transport.cuda.driver import CudaError
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 from ..sessions import new_namespace
@@ -190,6 +193,48 @@ def test_a_copy_waits_for_the_forward_pass_only_where_a_drafter_may_write_late(
             until(lambda: "request" in finished(importer.side))
 
 
+def test_a_copy_does_not_wait_for_the_forward_pass_behind_its_load(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the load's thread comes to it only when that pass is on its way."""
+    exporter, importer = make(1), make(2)
+    transport: Any = importer.side._transport
+    transport.late_writers = True
+    launched, begin = threading.Event(), transport.copy_stream.begin
+
+    def begin_behind_the_launch(*arguments: Any) -> Any:
+        assert launched.wait(30)
+        return begin(*arguments)
+
+    monkeypatch.setattr(transport.copy_stream, "begin", begin_behind_the_launch)
+    importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
+    compute, forward = importer.driver.compute_stream(), importer.driver.make(64)
+    compute.owner.run()  # the steps before have ended
+    with importer.driver.hold(compute):
+        importer.driver.copy(forward, forward, 64, compute)
+        launched.set()
+        until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
+
+
+def test_a_load_at_once_waits_for_all_that_was_launched_before_it(make: Make) -> None:
+    exporter, importer = make(1), make(2)
+    transport: Any = importer.side._transport
+    transport.late_writers = True
+    importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
+    until(lambda: "request" in finished(importer.side))
+    importer.side.take_report()
+    compute, late = importer.driver.compute_stream(), importer.driver.make(64)
+    records = exporter.table.scan()
+    piece = Piece(exporter.table.epoch, (), records, b"\0", (BlockId(5),), 8)
+    load = LoadOrder("at once", importer.table.epoch, NO_TICKET, 0, (piece,), ())
+    with importer.driver.hold(compute):
+        importer.driver.copy(late, late, 64, compute)
+        importer.side.load_at_once(StepMetadata(step=3, at_once=[load], patience=0.02))
+    (report,) = importer.side.take_report().loads
+    assert [failure.reason for failure in report.failures] == [LoadFailure.TOO_LATE]
+
+
 def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
     exporter, importer = make(1), make(2)
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
@@ -202,6 +247,56 @@ def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
         exporter.table.force([BlockId(1)])
     until(lambda: "request" in finished(importer.side))
     assert importer.side.take_bad() == {6}
+
+
+def test_a_load_waits_for_its_copy_without_polling(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that runs the model needs the interpreter."""
+    exporter, importer = make(1), make(2)
+    waits, go_on, polls = threading.Event(), threading.Event(), []
+    real, poll = FakeDriver.synchronize_event, CudaCopy.poll
+
+    def wait(driver: FakeDriver, event: Any) -> None:
+        waits.set()
+        assert go_on.wait(30)
+        real(driver, event)
+
+    monkeypatch.setattr(FakeDriver, "synchronize_event", wait)
+    monkeypatch.setattr(CudaCopy, "poll", lambda copy: polls.append(copy) or poll(copy))
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    transport: Any = importer.side._transport
+    with importer.driver.hold(transport.copy_stream.stream):
+        importer.side.begin_loads(metadata)
+        assert waits.wait(30)
+        polled = len(polls)
+        for _ in range(20):
+            assert finished(importer.side) == set()
+            time.sleep(0.001)
+        assert len(polls) == polled
+    go_on.set()
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
+    importer.side.close()
+    assert importer.driver.entered == {"kvshm-loads", "kvshm-attach", "kvshm-unmap"}
+
+
+def test_a_load_ends_though_nothing_can_wait_for_its_copy(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, importer = make(1), make(2)
+
+    def refuse(*_: object) -> None:
+        raise CudaError("cuEventSynchronize", "CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(FakeDriver, "synchronize_event", refuse)
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    transport: Any = importer.side._transport
+    with importer.driver.hold(transport.copy_stream.stream):
+        importer.side.begin_loads(metadata)
+        until(lambda: transport.copy_stream.stream.owner.work)
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
 
 
 def test_a_fence_is_passed_when_all_that_was_launched_has_ended(make: Make) -> None:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,7 +20,7 @@ from kvshm._shm.counters import FORCED, KEPT
 from kvshm._shm.layout import pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable
 
-from .scheduling import DrivenEngine, Make, described, prompt, vllm_config
+from .scheduling import DrivenEngine, Make, Sent, described, prompt, vllm_config
 from .several_groups import KINDS
 
 BIT = LeaseBit(9)
@@ -180,39 +180,87 @@ def test_blocks_of_all_groups_are_kept(engine: Make, kind: str) -> None:
 # -- what it costs others
 
 
-def lives(engines: list[DrivenEngine], seed: int) -> Iterator[list[Any]]:
-    """Random requests; yields the block tables of each engine after every step."""
+class Step(NamedTuple):
+    """What an engine has made of a step."""
+
+    scheduled: dict[str, int]
+    """How many tokens of each request."""
+    preemptions: dict[str, int]
+    """Of each request, since it arrived."""
+    tables: dict[str, list[list[int]]]
+
+
+def lives(engines: list[DrivenEngine], seed: int, hits: bool = True) -> Iterator[list[Step]]:
+    """Random requests; yields what each engine has made of every step.  With asynchronous
+    scheduling the last step's output is taken in behind it.  ``hits``: whether requests read
+    vLLM's cache."""
     chance = random.Random(seed)
+    under_way: list[list[Sent]] = [[] for _ in engines]
     for step in range(250):
         if chance.random() < 0.25:
             family = OTHERS * chance.randint(1, 6)
             tokens = prompt(chance.randint(1, 9), chance.randint(0, 15), family)
             longest = chance.randint(1, 60)
             for e in engines:
-                e.add(f"r{step}", tokens, max_tokens=longest)
-        for e in engines:
-            sent = e.schedule()
-            if e.connector is None:
-                e.answer(sent, None)
-            else:
-                e.run(sent)
-        yield [{name: e.tables_of(name) for name in e.scheduler.requests} for e in engines]
+                request = e.add(f"r{step}", tokens, max_tokens=longest)
+                request.skip_reading_prefix_cache = not hits
+        made = []
+        for e, sent in zip(engines, under_way, strict=True):
+            sent.append(e.schedule())
+            requests = e.scheduler.requests
+            preemptions = {name: request.num_preemptions for name, request in requests.items()}
+            tables = {name: e.tables_of(name) for name in requests}
+            made.append(Step(sent[-1].output.num_scheduled_tokens, preemptions, tables))
+            while len(sent) > e.asynchronous:
+                first = sent.pop(0)
+                e.answer(first, None) if e.connector is None else e.run(first)
+        yield made
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def beside_vllm(
+    request: pytest.FixtureRequest, engine: Make, model: Path
+) -> tuple[DrivenEngine, DrivenEngine]:
+    """An engine that exports, and vLLM alone; with asynchronous scheduling no prompt is cut, as
+    the played ranks sample a token in each of its steps."""
+    asynchronous: bool = request.param
+    whole = {"max_num_batched_tokens": 4096} if asynchronous else {}
+    config = vllm_config(model, **whole)
+    config.scheduler_config.async_scheduling = asynchronous
+    config.kv_transfer_config = None
+    plain = DrivenEngine(config, 40, asynchronous, shares=False)
+    ours = engine(asynchronous, 40, **whole)
+    # What vLLM does for whatever connector imports (tests/vllm/test_private_facts.py).
+    plain.scheduler.defer_block_free = ours.scheduler.defer_block_free
+    return ours, plain
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_without_holds_and_leases_vllm_hands_out_the_blocks_that_it_would(
-    engine: Make, model: Path, seed: int
+    beside_vllm: tuple[DrivenEngine, DrivenEngine], seed: int
 ) -> None:
-    config = vllm_config(model)
-    config.scheduler_config.async_scheduling = False
-    config.kv_transfer_config = None
-    plain, e = DrivenEngine(config, 40, shares=False), engine(num_blocks=40)
-    preempted = set()
-    for ours, plains in lives([e, plain], seed):
+    """In as many steps, with the same preemptions."""
+    e, preempted = beside_vllm[0], 0
+    for ours, plains in lives([*beside_vllm], seed):
         assert ours == plains
-        preempted |= {r for r, kept in plain.scheduler.requests.items() if kept.num_preemptions}
+        preempted += sum(plains.preemptions.values())
     assert preempted, "the pool was full"
     assert not e.table.counters.read(KEPT)
+
+
+@pytest.mark.parametrize("how", ["held", "leased"])
+def test_if_all_blocks_are_kept_requests_take_the_steps_that_they_would(
+    beside_vllm: tuple[DrivenEngine, DrivenEngine], how: str
+) -> None:
+    """No kept block keeps a request waiting, or costs a preemption: they are free blocks."""
+    e, preempted = beside_vllm[0], 0
+    for ours, plains in lives([*beside_vllm], seed=1, hits=False):
+        assert (ours.scheduled, ours.preemptions) == (plains.scheduled, plains.preemptions)
+        preempted += sum(plains.preemptions.values())
+        keep(e, how, e.ready())
+    assert preempted, "the pool was full"
+    assert e.table.counters.read(KEPT)
+    assert how == "held" or e.table.counters.read(FORCED), "reused in spite of their leases"
 
 
 def test_nothing_is_looked_at_while_nothing_can_be_kept(

@@ -1,6 +1,6 @@
 """Copies between GPU caches: enqueued on a stream of their own, polled by an event.
 
-    own compute stream ──┐ (only if its work may still write to the destination)
+    own compute stream ──┐ (only if what it had may still write to the destination)
     copy stream          └─ ids ─ copy ─ event ─►  poll: event done?  DONE, or FAILED
 
 Nothing here waits for a peer.  After the event, the re-check of the slots decides whether the
@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import RateLimit, logger
@@ -30,7 +31,8 @@ ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
 """Offset of the ids in a copy's host memory: the stop word before them has its own cache line."""
-_FEWEST_PAIRS = 1024
+_FEWEST_PAIRS = 8192
+"""Of the buffers that are made before the first copy: a longer one has to allocate its own."""
 
 
 def copy_each(
@@ -88,6 +90,9 @@ class CudaCopy:
             self.copies.finish_ended()
         return self.state
 
+    def wait(self) -> None:
+        self.copies.wait(self)
+
     def cancel(self) -> None:
         self.copies.cancel(self)
 
@@ -97,8 +102,8 @@ class CudaCopy:
 
 
 class CopyStream:
-    """The copy stream of one cache.  Any thread.  Never waits for the GPU with its lock held,
-    except in ``close``."""
+    """The copy stream of one cache.  Any thread.  Waits for the GPU with its lock held only where a
+    copy could not be begun."""
 
     def __init__(self, driver: Driver, compute: Stream, programs: int = PROGRAMS) -> None:
         self._driver = driver
@@ -110,29 +115,34 @@ class CopyStream:
         self._free: list[_CopyBuffers] = []
         self._pending: list[CudaCopy] = []
         self._closed = False
+        self._launched: Any = None
+        """Event behind what the model had launched when ``note_launched`` was called."""
         self.stream = driver.new_stream()
 
     def prepare(self, table: RegionTable) -> None:
-        """Compile the kernel and allocate buffers, so that the first copy need not.  Blocks: call
-        it on the thread that attaches, never on the serving thread."""
+        """Compile and load the kernel for such a table (its address is not used), so that a copy
+        need not.  May block for seconds: never while the model is served."""
         if table.route is Route.KERNEL:
             self._driver.prepare_kernel(table)
-        if self._free or self._pending:
-            return
-        buffers = _CopyBuffers(self._driver, _FEWEST_PAIRS)
-        with self._lock:
-            if not self._closed:
-                self._free.append(buffers)
-                return
-        buffers.free(self._driver)
+
+    def prepare_buffers(self) -> None:
+        """Allocate what the first copy needs, before there are copies.  Blocks."""
+        self._free.append(_CopyBuffers(self._driver, _FEWEST_PAIRS))
+
+    def note_launched(self) -> None:
+        """From now on, copies that have to wait for the model wait for what it has launched until
+        now, and for nothing later.  On the thread that runs the model."""
+        event = self._launched or self._driver.new_event()
+        self._driver.record(event, self.compute)
+        self._launched = event
 
     def begin(
         self, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
         ended: Callable[[], None], late_writers: bool = True,
     ) -> CudaCopy:  # fmt: skip
         """Enqueue a copy; ``ended`` is called once, when the copy reads and writes nothing any
-        more.  ``late_writers``: see Transport.  Raises TransportError (also CudaError) without
-        having enqueued a write."""
+        more.  ``late_writers``: see Transport.  Raises TransportError (also CudaError); nothing of
+        the copy runs then, or will."""
         if len(source) * len(table.rows) * table.chunks >= MAX_TILES:
             raise TransportError(f"{len(source)} blocks are too many for one copy")
         with self._lock:
@@ -144,15 +154,32 @@ class CopyStream:
                 buffers.fill(source, target)
                 if source:
                     if late_writers:
-                        self._driver.wait(self.stream, self.compute)
+                        self._wait_for_model()
                     self._enqueue(table, buffers, source, target)
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
-                # Enqueued work may be running: the buffers are not reused.
-                buffers.stop()
+                self._end_begun(buffers)
                 raise
             self._pending.append(copy)
         return copy
+
+    def _wait_for_model(self) -> None:
+        if self._launched is None:
+            self._driver.wait(self.stream, self.compute)
+        else:
+            self._driver.wait_event(self.stream, self._launched)
+
+    def _end_begun(self, buffers: _CopyBuffers) -> None:
+        """A copy could not be begun: wait for the part of it that was enqueued, since whoever gets
+        the error gives its blocks away."""
+        buffers.stop()
+        try:
+            self._driver.synchronize(self.stream)
+        except CudaError as exc:
+            # Nothing runs in this context any more, and its memory is not used again.
+            _log.debug("the copy stream has ended: %s", exc)
+        else:
+            self._free.append(buffers)
 
     def _enqueue(
         self, table: RegionTable, buffers: _CopyBuffers, source: Sequence[BlockId],
@@ -197,6 +224,11 @@ class CopyStream:
             copy.state = CopyState.FAILED
         return True
 
+    def wait(self, copy: CudaCopy) -> None:
+        """Block until the GPU has done a copy; other threads run meanwhile.  Raises CudaError."""
+        if copy.state is CopyState.PENDING:
+            self._driver.synchronize_event(copy.buffers.event)
+
     def cancel(self, copy: CudaCopy) -> None:
         """A kernel that has not begun will copy nothing; a running kernel continues."""
         self.finish_ended()
@@ -228,6 +260,8 @@ class CopyStream:
         try:
             for buffers in self._free:  # no copy takes or returns buffers any more
                 buffers.free(self._driver)
+            if self._launched is not None:
+                self._driver.free_event(self._launched)
             self._driver.free_stream(self.stream)
         except CudaError as exc:
             _log.warning("memory of the copy stream is not freed: %s", exc)

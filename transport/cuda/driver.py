@@ -3,12 +3,14 @@
 ``NvidiaDriver`` (nvidia) makes them.  Tests give the transport a driver of their own that
 simulates the calls in host memory; the tests of the driver's contract run with both.
 
-Every method may be called by any thread and sets the device's context itself.  Addresses are
-plain integers, as the driver sees them.
+Every method may be called by any thread and sets the device's context itself, which is cheapest
+on a thread that has called ``enter_thread``.  Addresses are plain integers, as the driver sees
+them.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +29,7 @@ class CudaError(TransportError):
 
     def __init__(self, call: str, code: str) -> None:
         super().__init__(f"{call}: {code}")
+        self.call = call
         self.code = code
 
 
@@ -95,10 +98,18 @@ class Driver(Protocol):
     process: str
     """A unique name of this process."""
 
+    def enter_thread(self) -> None:
+        """Make the device's context current on the calling thread, for good: for threads of
+        kvshm's own."""
+
+    def in_context(self) -> AbstractContextManager[None]:
+        """Context manager: the device's context is current inside, for calls of others."""
+
     # -- memory
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Base and length of the allocation that holds ``address``."""
+        """Base and length of the allocation that holds ``address``.  A driver may refuse to tell it
+        of memory that another process has allocated."""
 
     def allocate(self, nbytes: int) -> int:
         """Memory for this process only: no other process can open it."""
@@ -107,8 +118,8 @@ class Driver(Protocol):
         """Free what ``allocate`` returned, once nothing uses it; does not wait for the device."""
 
     def allocate_shared(self, nbytes: int) -> int:
-        """Memory that other processes can open by ``ipc_handle``.  Never freed: freeing it while a
-        peer has it open is undefined behaviour."""
+        """Memory, at least ``nbytes``, that other processes can open by ``ipc_handle``.  Never
+        freed: freeing it while a peer has it open is undefined behaviour."""
 
     def host_allocate(self, nbytes: int) -> HostBuffer: ...
 
@@ -138,8 +149,8 @@ class Driver(Protocol):
         freed, as for ``allocate_shared``."""
 
     def vmm_map(self, exported: int | bytes, nbytes: int) -> int:
-        """Map all of another process's VMM memory read-only and return its address here.  A
-        descriptor stays the caller's to close."""
+        """Map all of another process's VMM memory, read-only if the driver knows that, and return
+        its address here.  A descriptor stays the caller's to close."""
 
     def vmm_unmap(self, address: int, nbytes: int) -> None: ...
 
@@ -167,6 +178,9 @@ class Driver(Protocol):
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
         """Later work on ``stream`` runs after the present work on ``earlier``."""
+
+    def wait_event(self, stream: Stream, event: Any) -> None:
+        """Later work on ``stream`` runs after what was before the last ``record``."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy between any two addresses, host memory included; the driver stages the copy if the
@@ -197,6 +211,10 @@ class Driver(Protocol):
         work."""
 
     def synchronize(self, stream: Stream) -> None: ...
+
+    def synchronize_event(self, event: Any) -> None:
+        """Block until all work before ``record`` has ended; other threads run meanwhile.  Raises
+        an error of that work."""
 
 
 def write(driver: Driver, address: int, packed: bytes, stream: Stream) -> None:

@@ -64,8 +64,6 @@ class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
     allocation: int
     handle: bytes = b""
     """ipc, fabric: 64 bytes; fd: empty."""
-    chunks: tuple[int, ...] = ()
-    """fabric: ``allocation`` once more."""
     number: int = 0
     """fd: the number of the memory in requests to the socket."""
 
@@ -74,8 +72,8 @@ class CudaDetails(msgspec.Struct, frozen=True):
     """``MemoryDescriptor.details`` of this transport.  Independent of the epoch."""
 
     process: str
-    export_id: int = msgspec.field(name="life")
-    """Random; changes whenever the memory or its handles change.  Messages call it ``life``."""
+    export_id: int
+    """Random; changes whenever the memory or its handles change."""
     device: str
     memories: tuple[SharedMemory, ...]
     probe: SharedMemory
@@ -106,7 +104,7 @@ def share_as(kind: str, driver: Driver, memory: DeviceMemory, number: int) -> Sh
         return SharedMemory(IPC, memory.nbytes, offset, nbytes, driver.ipc_handle(base))
     if kind == FABRIC:
         handle = driver.vmm_fabric_handle(base)
-        return SharedMemory(FABRIC, memory.nbytes, offset, nbytes, handle, (nbytes,))
+        return SharedMemory(FABRIC, memory.nbytes, offset, nbytes, handle)
     close_all([driver.vmm_descriptor(base)])  # only shows that a descriptor can be made
     return SharedMemory(FD, memory.nbytes, offset, nbytes, number=number)
 

@@ -13,7 +13,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from .calls import call
-from .driver import RegionTable
+from .driver import CudaError, RegionTable
 
 # triton appends pointers to scratch memories to a kernel's parameters; this kernel does not use
 # them.  Every version so far has two; the driver reads no more than the kernel has.
@@ -57,13 +57,19 @@ class Launcher:
                 self._functions[word] = self._load(word)
 
     def _load(self, word: int) -> int:
-        from .kernel import WARPS, compile_for
-
+        try:
+            from .kernel import WARPS, compile_for
+        except ImportError as exc:
+            raise CudaError("triton", f"the copy kernel cannot be compiled: {exc}") from exc
         compiled = compile_for(self._capability(), word)
         self._threads = 32 * WARPS
         module = call(cu.cuModuleLoadData, compiled.asm["cubin"])
         self._modules.append((module, compiled))
-        return int(call(cu.cuModuleGetFunction, module, compiled.metadata.name.encode()))
+        function = call(cu.cuModuleGetFunction, module, compiled.metadata.name.encode())
+        # Asked for an attribute, the driver loads the function's code now, not at the first launch.
+        registers = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        call(cu.cuFuncGetAttribute, registers, function)
+        return int(function)
 
     def _capability(self) -> int:
         known = cu.CUdevice_attribute

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -110,16 +111,26 @@ class PeerMappings:
         address = self._driver.ipc_open(memory.handle, under)
         unmap = partial(self._driver.ipc_close, address, under)
         try:
-            _, nbytes = self._driver.address_range(address)
-            if nbytes < memory.offset + memory.nbytes:
-                raise TransportError(
-                    f"the peer's allocation has {nbytes} bytes here, its cache ends at "
-                    f"{memory.offset + memory.nbytes}"
-                )
+            self._check_length(address, memory)
         except BaseException:
-            unmap()
+            with suppress(CudaError):  # the first error is the one to report
+                unmap()
             raise
         return address, unmap
+
+    def _check_length(self, address: int, memory: SharedMemory) -> None:
+        """Raise TransportError if what was mapped ends before the peer's cache.  If the driver does
+        not tell how long it is, what the peer says of its allocation must do."""
+        try:
+            _, nbytes = self._driver.address_range(address)
+        except CudaError as exc:
+            _log.debug("the length of a peer's memory is not known: %s", exc)
+            return
+        if nbytes < memory.offset + memory.nbytes:
+            raise TransportError(
+                f"the peer's allocation has {nbytes} bytes here, its cache ends at "
+                f"{memory.offset + memory.nbytes}"
+            )
 
     def release(self, mapping: PeerMapping) -> None:
         """One user less; after the last one, unmap the memory.  May wait for the GPU."""

@@ -9,12 +9,14 @@ addresses.
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
+import cuda.bindings
 import torch
 from cuda.bindings import driver as cu
 
@@ -24,6 +26,8 @@ from .driver import CudaError, HostBuffer, RegionTable, Stream
 from .launch import Launcher
 
 IPC_HANDLE_BYTES = 64
+OLDEST_BINDINGS = (12, 9, 1)
+"""Earlier ones keep Python's lock (the GIL) during calls of the driver."""
 _PROCESS = uuid.uuid4().hex
 _host_lock = threading.Lock()
 _host_unused: dict[int, list[int]] = {}
@@ -32,17 +36,25 @@ _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _READ = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
 _READ_WRITE = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_RANGE_START = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+_RANGE_SIZE = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _PORTABLE_AND_MAPPED = 3
-_NO_TIMING = 2
+_BLOCKING_WITHOUT_TIMING = 3
 _NON_BLOCKING = 1
+_SHARED_STEP = 2 << 20
+_POOL_KEEPS_BYTES = 8 << 20
+"""What a pool keeps when nobody uses it: more than the tables and ids of copies take."""
 _no_change = nullcontext()
+_pools: dict[int, tuple[Any, int]] = {}
+"""Memory pools, each with the stream of its allocations, by GPU: one of each for a process."""
 
 
 class NvidiaDriver:
     """One GPU, given by torch's index."""
 
     def __init__(self, ordinal: int) -> None:
-        """Raises CudaError if there is no such GPU or no driver."""
+        """Raises CudaError if there is no such GPU, no driver, or bindings that cannot be used."""
+        _check_bindings(cuda.bindings.__version__)
         _call(cu.cuInit, 0)
         self.ordinal = ordinal
         self.process = _PROCESS
@@ -51,8 +63,9 @@ class NvidiaDriver:
         self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
         self._context_number = int(self._context)
         self._launcher = Launcher(self._device)
-        self._of_thread = threading.local()
-        self._memory_stream = self.new_stream().handle
+        if ordinal not in _pools:
+            _pools[ordinal] = self._new_pool(), self.new_stream().handle
+        self._pool, self._memory_stream = _pools[ordinal]
 
     @staticmethod
     def _uuid_of(device: Any) -> str:
@@ -60,9 +73,12 @@ class NvidiaDriver:
         function = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
         return bytes(_call(function, device).bytes).hex()
 
-    def _in_context(self, context: Any = None) -> AbstractContextManager[None]:
+    def enter_thread(self) -> None:
+        _call(cu.cuCtxSetCurrent, self._context)
+
+    def in_context(self, context: Any = None) -> AbstractContextManager[None]:
         """A context manager that makes a GPU's context current (None: this GPU's), unless it is
-        already.  On the serving thread it is; helper threads have no context."""
+        already, as on the serving thread and on threads that called ``enter_thread``."""
         wanted = self._context if context is None else context
         if int(_call(cu.cuCtxGetCurrent)) == int(wanted):
             return _no_change
@@ -97,20 +113,43 @@ class NvidiaDriver:
     # -- memory
 
     def address_range(self, address: int) -> tuple[int, int]:
-        base, nbytes = self._call_in_context(cu.cuMemGetAddressRange, address)
+        try:
+            base, nbytes = self._call_in_context(cu.cuMemGetAddressRange, address)
+        except CudaError:
+            # Documented only for what this process has allocated; the attributes for any pointer.
+            base = self._call_in_context(cu.cuPointerGetAttribute, _RANGE_START, address)
+            nbytes = self._call_in_context(cu.cuPointerGetAttribute, _RANGE_SIZE, address)
         return int(base), int(nbytes)
 
+    def _new_pool(self) -> Any:
+        """A pool of its own: whatever synchronises would trim the device's default pool."""
+        properties = cu.CUmemPoolProps()
+        properties.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.handleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+        properties.location = self._location()
+        try:
+            pool = _call(cu.cuMemPoolCreate, properties)
+        except CudaError as exc:  # for example on a virtual GPU without unified memory
+            raise CudaError(exc.call, f"{exc.code}: this GPU has no memory pools") from exc
+        threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        _call(cu.cuMemPoolSetAttribute, pool, threshold, cu.cuuint64_t(_POOL_KEEPS_BYTES))
+        return pool
+
     def allocate(self, nbytes: int) -> int:
-        # From the pool: cuMemFree would wait for all work of the device, the model's included.
-        address = int(self._call_in_context(cu.cuMemAllocAsync, nbytes, self._memory_stream))
-        self._call_in_context(cu.cuStreamSynchronize, self._memory_stream)
+        # From a pool: cuMemFree would wait for all work of the device, the model's included.
+        stream = self._memory_stream
+        take = cu.cuMemAllocFromPoolAsync
+        address = int(self._call_in_context(take, nbytes, self._pool, stream))
+        self._call_in_context(cu.cuStreamSynchronize, stream)
         return address
 
     def free(self, address: int) -> None:
         self._call_in_context(cu.cuMemFreeAsync, address, self._memory_stream)
 
     def allocate_shared(self, nbytes: int) -> int:
-        return int(self._call_in_context(cu.cuMemAlloc, nbytes))
+        # Smaller allocations share a page of the GPU's, and a handle opens the whole page.
+        rounded = -(-nbytes // _SHARED_STEP) * _SHARED_STEP
+        return int(self._call_in_context(cu.cuMemAlloc, rounded))
 
     def host_allocate(self, nbytes: int) -> HostBuffer:
         rounded = 1 << max(12, (nbytes - 1).bit_length())
@@ -137,11 +176,11 @@ class NvidiaDriver:
         opened = cu.CUipcMemHandle()
         ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
         flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        with self._in_context(self._context_of(device)):
+        with self.in_context(self._context_of(device)):
             return int(_call(cu.cuIpcOpenMemHandle, opened, int(flags)))
 
     def ipc_close(self, address: int, device: str) -> None:
-        with self._in_context(self._context_of(device)):
+        with self.in_context(self._context_of(device)):
             _call(cu.cuIpcCloseMemHandle, address)
 
     def vmm_descriptor(self, address: int) -> int:
@@ -151,7 +190,7 @@ class NvidiaDriver:
         return bytes(self._exported(address, _FABRIC).data)
 
     def _exported(self, address: int, kind: Any) -> Any:
-        with self._in_context():
+        with self.in_context():
             handle = _call(cu.cuMemRetainAllocationHandle, address)
             try:
                 return _call(cu.cuMemExportToShareableHandle, handle, kind, 0)
@@ -164,7 +203,7 @@ class NvidiaDriver:
         properties.location = self._location()
         properties.requestedHandleTypes = _FABRIC if fabric else _FD
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        with self._in_context():
+        with self.in_context():
             step = int(_call(cu.cuMemGetAllocationGranularity, properties, minimum))
             rounded = -(-nbytes // step) * step
             handle = _call(cu.cuMemCreate, rounded, properties, 0)
@@ -176,26 +215,34 @@ class NvidiaDriver:
             fabric = cu.CUmemFabricHandle()
             fabric.data = exported
             kind, found = _FABRIC, fabric.getPtr()
-        with self._in_context():
+        with self.in_context():
             handle = _call(cu.cuMemImportFromShareableHandle, found, kind)
-            return self._map(handle, nbytes, _READ)
+            return self._map(handle, nbytes, _READ, _READ_WRITE)
 
-    def _map(self, handle: Any, nbytes: int, flags: Any) -> int:
-        """Map physical memory and return its address.  From then on only the mapping keeps the
-        memory."""
-        access = cu.CUmemAccessDesc()
-        access.location = self._location()
-        access.flags = flags
+    def _map(self, handle: Any, nbytes: int, *rights: Any) -> int:
+        """Map physical memory with the first of these rights that the driver gives, and return its
+        address.  From then on only the mapping keeps the memory."""
         with ExitStack() as undone:
-            undone.callback(_call, cu.cuMemRelease, handle)
+            undone.callback(_call_quietly, cu.cuMemRelease, handle)
             address = int(_call(cu.cuMemAddressReserve, nbytes, 0, 0, 0))
-            undone.callback(_call, cu.cuMemAddressFree, address, nbytes)
+            undone.callback(_call_quietly, cu.cuMemAddressFree, address, nbytes)
             _call(cu.cuMemMap, address, nbytes, 0, handle, 0)
-            undone.callback(_call, cu.cuMemUnmap, address, nbytes)
-            _call(cu.cuMemSetAccess, address, nbytes, [access], 1)
+            undone.callback(_call_quietly, cu.cuMemUnmap, address, nbytes)
+            self._give_access(address, nbytes, *rights)
             undone.pop_all()
         _call(cu.cuMemRelease, handle)
         return address
+
+    def _give_access(self, address: int, nbytes: int, wanted: Any, *instead: Any) -> None:
+        access = cu.CUmemAccessDesc()
+        access.location = self._location()
+        access.flags = wanted
+        try:
+            _call(cu.cuMemSetAccess, address, nbytes, [access], 1)
+        except CudaError:
+            if not instead:
+                raise
+            self._give_access(address, nbytes, *instead)
 
     def _location(self) -> Any:
         location = cu.CUmemLocation()
@@ -204,6 +251,7 @@ class NvidiaDriver:
         return location
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
+        # What cannot be unmapped keeps its addresses: the driver frees none that are mapped.
         self._call_in_context(cu.cuMemUnmap, address, nbytes)
         self._call_in_context(cu.cuMemAddressFree, address, nbytes)
 
@@ -245,10 +293,14 @@ class NvidiaDriver:
         return Stream(int(torch.cuda.current_stream(self.ordinal).cuda_stream))
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
-        event = getattr(self._of_thread, "event", None)
-        if event is None:
-            event = self._of_thread.event = self.new_event()
-        self._call_in_context(cu.cuEventRecord, event, earlier.handle)
+        event = self.new_event()
+        try:
+            self.record(event, earlier)
+            self.wait_event(stream, event)
+        finally:
+            self.free_event(event)  # the driver keeps it until the stream has waited
+
+    def wait_event(self, stream: Stream, event: Any) -> None:
         self._call_in_context(cu.cuStreamWaitEvent, stream.handle, event, 0)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
@@ -257,21 +309,21 @@ class NvidiaDriver:
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
-        with self._in_context():
+        with self.in_context():
             copy_batch(*_fragments(table, sources, targets), stream.handle)
 
     def prepare_kernel(self, table: RegionTable) -> None:
-        with self._in_context():
+        with self.in_context():
             self._launcher.prepare(table.word)
 
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        with self._in_context():
+        with self.in_context():
             self._launcher.launch(table, ids, stop, pairs, stream.handle, programs)
 
     def new_event(self) -> Any:
-        return self._call_in_context(cu.cuEventCreate, _NO_TIMING)
+        return self._call_in_context(cu.cuEventCreate, _BLOCKING_WITHOUT_TIMING)
 
     def free_event(self, event: Any) -> None:
         self._call_in_context(cu.cuEventDestroy, event)
@@ -290,6 +342,26 @@ class NvidiaDriver:
 
     def synchronize(self, stream: Stream) -> None:
         self._call_in_context(cu.cuStreamSynchronize, stream.handle)
+
+    def synchronize_event(self, event: Any) -> None:
+        self._call_in_context(cu.cuEventSynchronize, event)  # the bindings let the GIL go
+
+
+def _check_bindings(version: str) -> None:
+    found = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if found < OLDEST_BINDINGS:
+        oldest = ".".join(map(str, OLDEST_BINDINGS))
+        raise CudaError(
+            "cuda-bindings",
+            f"{version} would stop all threads of this process whenever one waits for the GPU; "
+            f"install {oldest} or newer",
+        )
+
+
+def _call_quietly(function: Any, *arguments: Any) -> None:
+    """Undo a call after another one failed: that error is the one to report."""
+    with suppress(CudaError):
+        _call(function, *arguments)
 
 
 def _fragments(

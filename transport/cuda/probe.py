@@ -57,7 +57,7 @@ class Prober:
         table = upload(self._driver, [row], self.stream, route)
         try:
             begun = time.perf_counter()
-            copy = self._copies.begin(table, ids, ids, lambda: None)
+            copy = self._copies.begin(table, ids, ids, lambda: None, late_writers=False)
             self._driver.synchronize(self._copies.stream)
             seconds = time.perf_counter() - begun
             if copy.poll() is not CopyState.DONE:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvshm._ground.copy_path import CopyPath
@@ -141,13 +141,31 @@ class CudaIpcTransport(OwnCache):
         self.mappings = PeerMappings(self.driver, self._socket_path)
         self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
-        self._closer = JobThread("kvshm-unmap")
+        self._closer = JobThread("kvshm-unmap", self.driver.enter_thread)
         self._probe: Probe | None = None
         self._server: DescriptorServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
         self._fence = self.driver.new_event()
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
+        try:
+            self._prepare_copies()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare_copies(self) -> None:
+        """Before the engine serves: to load a kernel may wait for all that the GPU does.  A peer's
+        blocks lie as the own ones do, mostly, so that its copies need the same kernel."""
+        rows = tuple(self._row(region, 0, region) for region in self.regions)
+        self.copy_stream.prepare(RegionTable(rows, 0))
+        self.copy_stream.prepare_buffers()
+
+    def _row(self, mine: Region, base: int, theirs: Region) -> RegionRow:
+        """The copy of a peer's region, of its memory at ``base``, onto an own one."""
+        source = base + theirs.offset
+        target = self.memory[mine.handle].address + mine.offset
+        return RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes)
 
     # -- the exporter's side
 
@@ -268,11 +286,8 @@ class CudaIpcTransport(OwnCache):
         self, descriptor: MemoryDescriptor, details: CudaDetails, addresses: list[int], route: Route
     ) -> RegionTable:
         """The table of regions for copies from this peer, in device memory and ready for use."""
-        rows = []
-        for mine, theirs in zip(self.regions, descriptor.regions, strict=True):
-            source = addresses[theirs.handle] + theirs.offset
-            target = self.memory[mine.handle].address + mine.offset
-            rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
+        pairs = zip(self.regions, descriptor.regions, strict=True)
+        rows = [self._row(mine, addresses[theirs.handle], theirs) for mine, theirs in pairs]
         if route is Route.KERNEL and details.device != self.driver.uuid:
             route = self._prober.choose(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == Fault.ZERO:
@@ -310,6 +325,16 @@ class CudaIpcTransport(OwnCache):
 
     # -- both
 
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which is kvshm's own: its calls cost less then."""
+        self.driver.enter_thread()
+
+    def note_launched(self) -> None:
+        """See ``kvshm.interfaces.load_transport``."""
+        self.copy_stream.compute = self.driver.compute_stream()
+        if self.late_writers:
+            self.copy_stream.note_launched()
+
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""
         check_blocks(blocks, self.num_blocks, "this cache's")
@@ -332,15 +357,17 @@ class CudaIpcTransport(OwnCache):
             attachment.close()
         self._closer.close()
         self._free_memory()
-        self._prober.close()
 
     def _free_memory(self) -> None:
+        """Each part, even if another one cannot be freed: a GPU that failed refuses all of them."""
         try:
-            if self._probe is not None:
-                self._probe.withdraw()
-            if self._zeros:
-                self.driver.free(self._zeros)
-            self.driver.free_event(self._fence)
+            with ExitStack() as parts:
+                parts.callback(self._prober.close)
+                parts.callback(self.driver.free_event, self._fence)
+                if self._zeros:
+                    parts.callback(self.driver.free, self._zeros)
+                if self._probe is not None:
+                    parts.callback(self._probe.withdraw)
         except CudaError as exc:
             _log.warning("memory of the transport is not freed: %s", exc)
         self._probe = None

@@ -1,8 +1,8 @@
 """VMM memory: the rank's socket hands out a descriptor of it.
 
     importer                                  exporter
-      | -- {"life": export id, "memory": 0, "first": 0} -->  |  exports the allocation's descriptor
-      | <- {"status": "ok", "nbytes": [n], "more": false} + fd |
+      | -- {"export_id": ..., "memory": 0} -->  |  exports the allocation's descriptor
+      | <-- {"status": "ok"} + fd ------------- |
 
 The descriptor is made for each request: a kept one would hold memory that vLLM's sleep mode wants
 to give back.
@@ -25,21 +25,16 @@ FETCH_TIMEOUT = 5.0
 
 
 class MemoryRequest(msgspec.Struct, frozen=True):
-    """Asks for one memory of one export.  ``first`` is always 0: earlier versions could ask for
-    one of several allocations, and peers of protocol 2 may still expect the field."""
+    """Asks for one memory of one export."""
 
-    export_id: int = msgspec.field(name="life")
+    export_id: int
     memory: int
-    first: int = 0
 
 
 class MemoryReply(msgspec.Struct, frozen=True):
-    """ "ok" (with the descriptor) or "stale".  ``nbytes`` has one number: the size of the
-    allocation.  ``more`` is always false, for the same peers."""
+    """ "ok", with the descriptor, or "stale"."""
 
     status: str
-    nbytes: tuple[int, ...] = ()
-    more: bool = False
 
 
 _request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
@@ -64,10 +59,8 @@ class DescriptorServer:
         request = _request_decoder.decode(packed)
         if request.export_id != self.export_id or not 0 <= request.memory < len(self._addresses):
             return msgspec.msgpack.encode(MemoryReply("stale")), []
-        address = self._addresses[request.memory]
-        _, nbytes = self._driver.address_range(address)
-        self._sent = [self._driver.vmm_descriptor(address)]
-        return msgspec.msgpack.encode(MemoryReply("ok", (nbytes,))), self._sent
+        self._sent = [self._driver.vmm_descriptor(self._addresses[request.memory])]
+        return msgspec.msgpack.encode(MemoryReply("ok")), self._sent
 
     def _close_sent(self) -> None:
         close_all(self._sent)

@@ -1,0 +1,216 @@
+"""Copies of the CUDA transport: what they wait for, what a first one needs, how they fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvshm._ground.ids import BlockId
+from kvshm.errors import TransportError
+from kvshm.interfaces import CopyState
+from kvshm.transport.cuda import checksum
+from kvshm.transport.cuda.driver import CudaError, Route
+
+from ..doubles.cuda_fake import FakeDriver
+from .cuda_ranks import BLOCK, EPOCH, NBYTES, Node, copied, wire
+
+
+def test_a_copy_waits_for_what_the_model_has_put_on_its_stream(node: Node) -> None:
+    """A late writer of the destination must not write after the copy."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    late = two.driver.allocate(BLOCK)
+    compute = two.driver.compute_stream()
+    with two.driver.hold(compute):
+        two.driver.copy(two.address, late, BLOCK, compute)
+        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
+        assert copy.poll() is CopyState.PENDING
+    assert copy.poll() is CopyState.DONE
+    assert two.cache[0] == 1
+
+
+def test_a_copy_waits_for_nothing_that_the_model_launched_after_its_load(node: Node) -> None:
+    """A load waits for what may still write to its blocks: not for the forward pass of its step."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    late, forward = two.driver.allocate(BLOCK), two.driver.allocate(BLOCK)
+    compute = two.driver.compute_stream()
+    two.driver.copy(two.address, late, BLOCK, compute)
+    two.transport.note_launched()
+    with two.driver.hold(compute):
+        assert attachment.begin_copy([BlockId(0)], [BlockId(0)]).poll() is CopyState.PENDING
+    two.transport.note_launched()
+    compute.owner.run()
+    with two.driver.hold(compute):
+        two.driver.copy(forward, late, BLOCK, compute)
+        assert attachment.begin_copy([BlockId(0)], [BlockId(0)]).poll() is CopyState.DONE
+    assert two.cache[0] == 1
+
+
+def test_a_copy_is_fenced_on_the_stream_where_the_model_runs_now(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may not be the one that was current when the cache was exported."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    two.transport.late_writers = False
+    another = two.driver.new_stream()
+    monkeypatch.setattr(two.driver, "compute_stream", lambda: another)
+    two.transport.note_launched()
+    with two.driver.hold(two.transport.copy_stream.stream):
+        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
+        assert copy.fence()
+        assert len(another.owner.work) == 1
+        assert copy.poll() is CopyState.PENDING
+    assert copy.poll() is CopyState.DONE
+
+
+@pytest.mark.parametrize("broken", ["copy", "record"])
+def test_a_copy_that_could_not_be_begun_writes_nothing_afterwards(
+    node: Node, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Its caller gives the blocks away.  Here the second of three fragments is refused, or the
+    event behind them."""
+    node.machine.unreachable.add(frozenset(("gpu-0", "gpu-1")))
+    one, two = node.rank("gpu-1"), node.rank("gpu-0", visible=("gpu-1",), staging=True)
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment.route is Route.STAGED
+    stream = two.transport.copy_stream.stream
+    real, calls = getattr(two.driver, broken), []
+
+    def refuse(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == (2 if broken == "copy" else 1):
+            raise CudaError(broken, "CUDA_ERROR_INVALID_VALUE")
+        real(*arguments)
+
+    monkeypatch.setattr(two.driver, broken, refuse)
+    blocks = [BlockId(i) for i in range(3)]
+    with pytest.raises(CudaError, match=broken):
+        attachment.begin_copy(blocks, blocks)
+    assert not stream.owner.work
+    assert copied(attachment, 3) is CopyState.DONE
+    assert two.cache[: 3 * BLOCK] == bytes([1]) * 3 * BLOCK
+
+
+def test_a_rank_closes_though_its_gpu_has_failed(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each part is given back, even if another one cannot be."""
+    one, two = node.rank(), node.rank()
+    two.transport.attach(wire(one.transport.export(EPOCH)))
+    two.transport.export(EPOCH)
+    freed: list[object] = []
+    two.driver.free_stream = freed.append  # type: ignore[method-assign]
+    two.driver.failing = True
+    two.transport.close()
+    assert "is not freed" in caplog.text
+    assert two.transport._prober.stream in freed
+    two.driver.failing = False
+
+
+def test_a_checksum_covers_what_the_model_has_put_on_its_stream(node: Node) -> None:
+    one = node.rank()
+    before = one.transport.checksum([BlockId(0)])
+    compute, ones = one.driver.compute_stream(), one.driver.allocate(BLOCK)
+    one.driver.copy(one.address, ones, BLOCK, compute)
+    assert one.transport.checksum([BlockId(0)]) != before
+
+
+def test_checksums_of_more_blocks_than_the_buffer_holds_are_the_same(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node.rank()
+    one.cache[:] = bytes(i // BLOCK for i in range(NBYTES))
+    blocks = [BlockId(i) for i in (5, 0, 9, 2, 7)]
+    at_once = one.transport.checksum(blocks)
+    monkeypatch.setattr(checksum, "_BUFFER_BYTES", 2 * BLOCK)
+    assert one.transport.checksum(blocks) == at_once
+    assert len(set(at_once)) == len(blocks)
+
+
+def test_more_blocks_than_prepared_buffers_hold_travel_in_one_copy(node: Node) -> None:
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    copy = attachment.begin_copy([BlockId(0)] * 5000, [BlockId(1)] * 5000)
+    assert copy.poll() is CopyState.DONE
+    assert two.cache[BLOCK] == 1
+
+
+def test_an_error_of_the_gpu_fails_the_copy_and_does_not_escape(node: Node) -> None:
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
+    two.driver.failing = True
+    assert copy.poll() is CopyState.FAILED
+    two.driver.failing = False
+    assert copy.poll() is CopyState.FAILED
+
+
+def test_after_an_error_that_stays_nothing_of_a_copy_has_to_be_waited_for(node: Node) -> None:
+    """Whatever is asked of the context from then on raises: nothing runs there any more."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    copies = two.transport.copy_stream
+    with two.driver.hold(copies.stream):
+        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
+        assert copy.poll() is CopyState.PENDING
+        two.driver.failing = True
+        assert copy.fence()
+        assert copy.poll() is CopyState.FAILED
+        two.driver.failing = False
+
+
+def test_a_driver_without_batched_copies_leaves_the_kernel(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node.rank("gpu-1"), node.rank("gpu-0")
+
+    def missing(*_: object) -> None:
+        raise CudaError("cuMemcpyBatchAsync", "not in this driver")
+
+    monkeypatch.setattr(two.driver, "copy_batch", missing)
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment.route is Route.KERNEL
+    assert copied(attachment) is CopyState.DONE
+
+
+def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling and allocating would stop the model for as long."""
+    one, two = node.rank(), node.rank()
+    prepared: list[Any] = []
+    monkeypatch.setattr(two.driver, "prepare_kernel", prepared.append)
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment._table in prepared
+    monkeypatch.setattr(two.driver, "allocate", None)
+    monkeypatch.setattr(two.driver, "host_allocate", None)
+    assert copied(attachment) is CopyState.DONE
+
+
+def test_the_kernel_is_there_before_the_engine_serves(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load it may wait for all that the GPU does."""
+    prepared: list[int] = []
+    note = lambda _, table: prepared.append(table.word)  # noqa: E731
+    monkeypatch.setattr(FakeDriver, "prepare_kernel", note)
+    one, two = node.rank(), node.rank()
+    assert len(prepared) == 2
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment._table.word in prepared[:2]
+
+
+def test_without_the_kernel_there_is_no_transport_and_nothing_left_of_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CudaError("triton", "the copy kernel does not compile")
+
+    monkeypatch.setattr(FakeDriver, "prepare_kernel", refuse)
+    driver = node.machine.process()
+    with pytest.raises(TransportError, match="does not compile"):
+        node.rank(driver=driver)
+    assert driver.events == 0
