@@ -4,8 +4,8 @@
 
 The suite runs as on a GPU, with small sizes, over the played driver (library) and with torch's CUDA
 functions on the CPU (stand_in).  A rate or a time from it means nothing.  Not rehearsed, since
-nothing plays it: compute-sanitizer, fabric handles, MPS itself, memory that is used or free, other
-allocators of torch, what a dead process's memory reads as, and errors that end a context.
+nothing plays it: compute-sanitizer and MPS themselves, memory that is used or free, torch's own
+allocators, what a dead process's memory reads as, and errors that end a context.
 """
 
 from __future__ import annotations
