@@ -129,9 +129,8 @@ def archive_of(source: Source, old: Manifest, folder: Path, limit: int) -> Archi
     """Return the archive as it stands if it was made from the same, else make it."""
     key = f"{source.key}-{limit}"
     known = old.archive(source.name)
-    if known is not None and known.key == key:
-        if not list(faults(folder, Manifest({}, (known,)))):
-            return known
+    if known and known.key == key and not list(faults(folder, Manifest({}, (known,)))):
+        return known
     with tempfile.TemporaryDirectory(prefix="kv-", dir=folder) as directory:
         staging = Path(directory)
         source.fill(staging)
@@ -174,7 +173,10 @@ def own_wheel(wheel: Path, installer: Installer) -> Source:
     if not wheel.is_file():
         raise BundleError(f"{wheel} is missing: run 'make wheel'")
     return Source(
-        "kvshm", sha256_of(wheel), [wheel.name], lambda staging: installer.install(staging, str(wheel))
+        "kvshm",
+        sha256_of(wheel),
+        [wheel.name],
+        lambda staging: installer.install(staging, str(wheel)),
     )
 
 

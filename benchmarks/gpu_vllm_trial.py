@@ -23,10 +23,11 @@ def main() -> None:
 
     kernels = [torch.ops._C.silu_and_mul, torch.ops._C.rms_norm]
     print(f"vLLM {vllm.__version__} over torch {torch.__version__}: {len(kernels)} kernels found")
-    import kvshm.hooks.vllm.connector
     import vllm.entrypoints.openai.api_server
 
-    print("the API server and kvshm's connector can be imported")
+    from kvshm.hooks.vllm.connector import KvshmConnector
+
+    print(f"the API server and {KvshmConnector.__name__} can be imported")
     if not torch.cuda.is_available():
         print("no GPU: no engine was started")
         return
