@@ -1,0 +1,170 @@
+"""Runs that ask whether answers are right: after imports to the bit, and beside killed engines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from completions import Result
+from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, tokens_of
+from local_node import Engine, wait_until
+from sharing_node import observe
+
+from kvshm._shm.counters import LEASES_TAKEN
+
+ATTEMPTS = 60
+"""Prompts with which an import is tried to be caught under way."""
+SWEEP_TIMEOUT_S = 60.0
+REFERENCES = 4
+CHECKED = {"KVSHM_VERIFY": "1"}
+
+
+def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
+    """Whether answers after imports equal those after local hits in every bit, in turn with either
+    engine as the exporter.  One request at a time: else batches change how results are rounded."""
+    wrong: list[str] = []
+    blocks = agreed = 0
+    with pair(options, CHECKED, graphs=graphs) as both:
+        for number in range(1, options.rounds + 1):
+            drawn = random.Random(number)
+            prompt = tokens_of(
+                number, drawn.randint(3 * both.block_tokens, options.max_tokens - 64)
+            )
+            if number % 2 == 0:
+                both = replace(both, exporter=both.importer, importer=both.exporter)
+            computed = both.let_compute(prompt)
+            with observe(both.node, both.importer) as seen:
+                imported = both.importer.complete(prompt)
+            hits = [both.exporter.complete(prompt), both.importer.complete(prompt)]
+            blocks += seen.imported_blocks
+            agreed += computed.tokens == imported.tokens
+            wrong += [f"prompt {number}: {fault}" for fault in faults_of(imported, hits)]
+            if seen.tokens.imported != both.shared_tokens(len(prompt) - 1):
+                wrong.append(f"prompt {number}: {seen.tokens.imported} tokens were imported")
+            if seen.mismatched:
+                wrong.append(f"prompt {number}: {seen.mismatched} blocks were copied wrongly")
+        scheduling = both.exporter.said("synchronous scheduling")
+    result(
+        options, "equal-graphs" if graphs else "equal", prompts=options.rounds,
+        imported_blocks=blocks, wrong=wrong, same_tokens_as_computed=agreed,
+        scheduling=[line.rpartition("] ")[2] for line in scheduling[:2]],
+    )  # fmt: skip
+    return not wrong
+
+
+def faults_of(imported: Result, hits: Sequence[Result]) -> Iterator[str]:
+    """Yield in what an answer after an import differs from those after local hits."""
+    for where, hit in zip(("exporter", "importer"), hits, strict=True):
+        if imported != hit:
+            share = imported.agreement(hit)
+            yield f"differs from a hit of the {where}; {share:.0%} of the tokens agree"
+
+
+def killed(options: argparse.Namespace) -> bool:
+    """Whether either engine serves on with right answers when the other is killed mid-import."""
+    found: dict[str, object] = {}
+    with pair(options, CHECKED) as both, ThreadPoolExecutor(1) as pool:
+        known = [tokens_of(number, options.max_tokens // 2) for number in range(1, 1 + REFERENCES)]
+        for prompt in known:
+            both.let_compute(prompt)
+        answers = [both.exporter.complete(prompt) for prompt in known]
+        found["importer"] = importer_killed(options, both, pool)
+        found["exporter_answers_as_before"] = answers == list(map(both.exporter.complete, known))
+        (again,) = both.node.start_engines(both.importer.spec)
+        both.node.wait_joined(both.exporter, again)
+        both = replace(both, importer=again)
+        found["its_successor_answers_alike"] = answers == list(map(again.complete, known))
+        found["exporter"] = exporter_killed(options, both, pool)
+        found["importer_answers_as_before"] = answers == list(map(again.complete, known))
+    result(options, "killed", **found)
+    return all(good(value) for value in found.values())
+
+
+def good(value: object) -> bool:
+    """Whether a finding and all findings in it are as they should be."""
+    return bool(value.get("right")) if isinstance(value, dict) else value is True
+
+
+def importer_killed(
+    options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor
+) -> dict[str, object]:
+    """Kill the importer while it holds leases; the coordinator gives them back."""
+    try:
+        attempt, _, future = caught(options, both, pool, first=100)
+    except TimeoutError as exc:
+        return {"right": False, "why": str(exc)}
+    leased = len(both.node.leased(both.exporter))
+    both.importer.kill()
+    begun = time.monotonic()
+    with contextlib.suppress(TimeoutError):
+        for _ in wait_until("the leases of the dead engine are swept", SWEEP_TIMEOUT_S):
+            if not both.node.leased(both.exporter):
+                break
+    left = len(both.node.leased(both.exporter))
+    died = future.exception() is not None
+    return {
+        "right": died and not left, "attempts": attempt, "leases_at_its_death": leased,
+        "swept_after_s": round(time.monotonic() - begun, 2), "left": left,
+    }  # fmt: skip
+
+
+def exporter_killed(
+    options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor
+) -> dict[str, object]:
+    """Kill the exporter while the importer reads its blocks: the answer is that of an import or
+    that of the computed prompt."""
+    try:
+        attempt, answers, future = caught(options, both, pool, first=1000)
+    except TimeoutError as exc:
+        return {"right": False, "why": str(exc)}
+    leased = len(both.node.leased(both.exporter))
+    before = both.node.counted(both.importer)
+    both.exporter.kill()
+    both.importer.signal(signal.SIGCONT)
+    answer = future.result()
+    after = both.node.counted(both.importer)
+    shares = {name: answer.agreement(other) for name, other in answers.items()}
+    names = ("loads_done", "loads_failed", "recheck_failed", "discarded", "mismatched")
+    return {
+        "right": 1.0 in shares.values() and after["mismatched"] == 0, "attempts": attempt,
+        "leases_at_its_death": leased,
+        "equal_in_every_bit_to": [name for name, other in answers.items() if answer == other],
+        "tokens_agree": shares, **{name: after[name] - before[name] for name in names},
+    }  # fmt: skip
+
+
+def caught(
+    options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor, first: int
+) -> tuple[int, dict[str, Result], Future[Result]]:
+    """Stop the importer with SIGSTOP while it holds leases on the exporter's blocks.  Returns the
+    number of attempts, the exporter's answers to the prompt, computed and hit, and the importer's
+    to come.  TimeoutError if no attempt catches one."""
+    for attempt in range(1, ATTEMPTS + 1):
+        prompt = tokens_of(first + attempt, options.max_tokens - TAIL_TOKENS - 16)
+        answers = {"computed": both.let_compute(prompt), "hit": both.exporter.complete(prompt)}
+        future = pool.submit(both.importer.complete, prompt)
+        if stopped_with_leases(both.importer, both, future):
+            return attempt, answers, future
+        future.result()
+    raise TimeoutError(f"none of {ATTEMPTS} imports could be caught under way")
+
+
+def stopped_with_leases(importer: Engine, both: Pair, future: Future[Result]) -> bool:
+    """Whether the importer was stopped while it held leases; else it runs on."""
+    with contextlib.closing(both.node.table(importer)) as table:
+        before = table.counters.read(LEASES_TAKEN)
+        while table.counters.read(LEASES_TAKEN) == before:
+            if future.done():
+                return False
+            time.sleep(0.0001)
+    importer.signal(signal.SIGSTOP)
+    if both.node.leased(both.exporter):
+        return True
+    importer.signal(signal.SIGCONT)
+    return False
