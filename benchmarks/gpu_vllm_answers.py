@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from completions import Result
-from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, tokens_of
+from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, tokens_of
 from local_node import Engine, wait_until
 from sharing_node import observe
 
@@ -29,9 +29,9 @@ def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
     """Whether answers after imports equal those after local hits in every bit, in turn with either
     engine as the exporter.  One request at a time: else batches change how results are rounded."""
     wrong: list[str] = []
-    blocks = agreed = 0
+    prompts = blocks = agreed = 0
     with pair(options, CHECKED, graphs=graphs) as both:
-        for number in range(1, options.rounds + 1):
+        for number in rounds(options):
             drawn = random.Random(number)
             prompt = tokens_of(
                 number, drawn.randint(3 * both.block_tokens, options.max_tokens - 64)
@@ -42,6 +42,7 @@ def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
             with observe(both.node, both.importer) as seen:
                 imported = both.importer.complete(prompt)
             hits = [both.exporter.complete(prompt), both.importer.complete(prompt)]
+            prompts += 1
             blocks += seen.imported_blocks
             agreed += computed.tokens == imported.tokens
             wrong += [f"prompt {number}: {fault}" for fault in faults_of(imported, hits)]
@@ -51,11 +52,11 @@ def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
                 wrong.append(f"prompt {number}: {seen.mismatched} blocks were copied wrongly")
         scheduling = both.exporter.said("synchronous scheduling")
     result(
-        options, "equal-graphs" if graphs else "equal", prompts=options.rounds,
+        options, "equal-graphs" if graphs else "equal", prompts=prompts,
         imported_blocks=blocks, wrong=wrong, same_tokens_as_computed=agreed,
         scheduling=[line.rpartition("] ")[2] for line in scheduling[:2]],
     )  # fmt: skip
-    return not wrong
+    return prompts > 0 and not wrong
 
 
 def faults_of(imported: Result, hits: Sequence[Result]) -> Iterator[str]:
@@ -69,7 +70,8 @@ def faults_of(imported: Result, hits: Sequence[Result]) -> Iterator[str]:
 def killed(options: argparse.Namespace) -> bool:
     """Whether either engine serves on with right answers when the other is killed mid-import."""
     found: dict[str, object] = {}
-    with pair(options, CHECKED) as both, ThreadPoolExecutor(1) as pool:
+    # The pool is left last: a request ends when its engine has.
+    with ThreadPoolExecutor(1) as pool, pair(options, CHECKED) as both:
         known = [tokens_of(number, options.max_tokens // 2) for number in range(1, 1 + REFERENCES)]
         for prompt in known:
             both.let_compute(prompt)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import os
 import platform
 import re
@@ -37,17 +38,26 @@ def main() -> int:
     options = arguments()
     begun = time.monotonic()
     try:
-        manifest = Manifest.read(options.folder)
-        refuse(list(misfits(manifest.made_for)))
-        assemble(options.folder, manifest, options.target)
-        take_native_module(options.target)
-        print(f"put together after {time.monotonic() - begun:.0f} s: {options.target}", flush=True)
+        if not (options.folder / MANIFEST).exists() and importlib.util.find_spec("vllm"):
+            print(f"{options.folder} holds no bundle: this Python's own vLLM is used", flush=True)
+        else:
+            put_together(options.folder, options.target)
+            took = time.monotonic() - begun
+            print(f"put together after {took:.0f} s: {options.target}", flush=True)
         if not options.no_trial:
             tried(options.target)
     except BundleError as exc:
         print(f"gpu-vllm-ready: {exc}", file=sys.stderr)
         return 1
     return 0
+
+
+def put_together(folder: Path, target: Path) -> None:
+    """Check that the bundle fits and is whole, and unpack it; BundleError if not."""
+    manifest = Manifest.read(folder)
+    refuse(list(misfits(manifest.made_for)))
+    assemble(folder, manifest, target)
+    take_native_module(target)
 
 
 def refuse(reasons: list[str]) -> None:

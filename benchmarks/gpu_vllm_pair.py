@@ -12,6 +12,7 @@ import json
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +151,15 @@ def tokens_of(number: int, count: int) -> list[int]:
     """Return ``count`` token ids; prompts of two numbers share no block."""
     drawn = random.Random(number)
     return [drawn.randrange(VOCABULARY) for _ in range(count)]
+
+
+def rounds(options: argparse.Namespace) -> Iterator[int]:
+    """Yield the numbers of the rounds, from 1 on, as many as were asked for and the time allows."""
+    for number in range(1, options.rounds + 1):
+        if time.monotonic() - options.begun > options.seconds:
+            print(f"no time is left for round {number} of {options.rounds}", flush=True)
+            return
+        yield number
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

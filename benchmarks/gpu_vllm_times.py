@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from completions import Result
-from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, spread, tokens_of
+from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, spread, tokens_of
 from local_node import Engine
 from sharing_node import observe
 
@@ -49,9 +49,9 @@ def first_tokens(options: argparse.Namespace) -> bool:
     """Time to first token by length of the prefix, in turn computed, imported and hit."""
     times = {(tokens, way): Times() for tokens in options.lengths for way in WAYS}
     not_imported = dict.fromkeys(options.lengths, 0)
-    number, begun = 1, time.monotonic()
+    number = 1
     with pair(options, graphs=True) as both:
-        for _ in range(options.rounds):
+        for _ in rounds(options):
             for tokens in options.lengths:
                 one = one_length(both, tokens_of(number, tokens + TAIL_TOKENS), tokens)
                 number += 1
@@ -61,8 +61,6 @@ def first_tokens(options: argparse.Namespace) -> bool:
                 for way, (client, engine) in one.items():
                     times[tokens, way].client.append(client)
                     times[tokens, way].engine.append(engine)
-            if time.monotonic() - begun > options.seconds:
-                break
     for tokens in options.lengths:
         told = {way: of_way(times[tokens, way]) for way in WAYS}
         result(options, "first-tokens", prefix_tokens=tokens, not_imported=not_imported[tokens],
@@ -118,7 +116,7 @@ def steps(options: argparse.Namespace) -> bool:
         "environment": {"KVSHM_ENABLE": "", STEPS_FILE: str(written), "PYTHONPATH": with_this()},
     }
     with pair(options, graphs=True, of_importer=of_importer) as both, streams(both.importer, 1):
-        for number in range(1, options.rounds + 1):
+        for number in rounds(options):
             tokens = options.lengths[number % len(options.lengths)]
             prompt = tokens_of(number, tokens + TAIL_TOKENS)
             both.let_compute(prompt, max_tokens=2)
@@ -194,12 +192,11 @@ def beside(options: argparse.Namespace) -> bool:
     """The exporter's inter-token latency while the importer rests, imports, and hits locally."""
     phases = {name: Phase() for name in ("alone", "imports", "hits")}
     tokens = options.lengths[-1]
-    imported, number, begun = 0, 1, time.monotonic()
+    imported = 0
     with pair(options, graphs=True) as both, streams(both.exporter, options.streams) as running:
-        while time.monotonic() - begun < options.seconds:
-            numbers = range(number, number + options.batch)
+        for number in rounds(options):
+            numbers = range(number * options.batch, (number + 1) * options.batch)
             prompts = [tokens_of(one, tokens + TAIL_TOKENS) for one in numbers]
-            number += options.batch
             for prompt in prompts:
                 both.let_compute(prompt, max_tokens=2)
             with observe(both.node, both.importer) as seen:

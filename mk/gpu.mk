@@ -66,8 +66,3 @@ gpu-copy-rates:
 	$(GPU_BENCH) benchmarks/bench_gpu_copy.py
 gpu-import-times:
 	$(GPU_BENCH) benchmarks/bench_gpu_import.py
-
-verify-gpu-vllm: gpu-ready ## two vLLM engines on GPUs, then the engine tests; needs vLLM with CUDA
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) examples/vllm_two_engines.py --device cuda \
-		$(if $(MODEL),--model $(MODEL))
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -p no:cacheprovider -q -rs -W default tests/vllm
