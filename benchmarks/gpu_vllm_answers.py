@@ -7,16 +7,17 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from completions import Result
 from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, tokens_of
-from local_node import Engine, wait_until
+from local_node import wait_until
 from sharing_node import observe
 
 from kvshm._shm.counters import LEASES_TAKEN
+from kvshm._shm.slot_table import SlotTableView
 
 ATTEMPTS = 60
 """Prompts with which an import is tried to be caught under way."""
@@ -93,15 +94,29 @@ def good(value: object) -> bool:
     return bool(value.get("right")) if isinstance(value, dict) else value is True
 
 
+@dataclass(frozen=True)
+class Caught:
+    """An import under way, whose engine is stopped."""
+
+    attempt: int
+    leases: int
+    """On the exporter's blocks."""
+    answers: Mapping[str, Result]
+    """The exporter's to the same prompt, computed and hit."""
+    answer: Future[Result]
+    """The importer's, to come."""
+    counted: Mapping[str, int]
+    """The importer's counters before."""
+
+
 def importer_killed(
     options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor
 ) -> dict[str, object]:
     """Kill the importer while it holds leases; the coordinator gives them back."""
     try:
-        attempt, _, future = caught(options, both, pool, first=100)
+        found = caught(options, both, pool, first=100)
     except TimeoutError as exc:
         return {"right": False, "why": str(exc)}
-    leased = len(both.node.leased(both.exporter))
     both.importer.kill()
     begun = time.monotonic()
     with contextlib.suppress(TimeoutError):
@@ -109,9 +124,9 @@ def importer_killed(
             if not both.node.leased(both.exporter):
                 break
     left = len(both.node.leased(both.exporter))
-    died = future.exception() is not None
+    died = found.answer.exception() is not None
     return {
-        "right": died and not left, "attempts": attempt, "leases_at_its_death": leased,
+        "right": died and not left, "attempts": found.attempt, "leases_at_its_death": found.leases,
         "swept_after_s": round(time.monotonic() - begun, 2), "left": left,
     }  # fmt: skip
 
@@ -122,51 +137,49 @@ def exporter_killed(
     """Kill the exporter while the importer reads its blocks: the answer is that of an import or
     that of the computed prompt."""
     try:
-        attempt, answers, future = caught(options, both, pool, first=1000)
+        found = caught(options, both, pool, first=1000)
     except TimeoutError as exc:
         return {"right": False, "why": str(exc)}
-    leased = len(both.node.leased(both.exporter))
-    before = both.node.counted(both.importer)
     both.exporter.kill()
     both.importer.signal(signal.SIGCONT)
-    answer = future.result()
+    answer = found.answer.result()
     after = both.node.counted(both.importer)
-    shares = {name: answer.agreement(other) for name, other in answers.items()}
+    shares = {name: answer.agreement(other) for name, other in found.answers.items()}
     names = ("loads_done", "loads_failed", "recheck_failed", "discarded", "mismatched")
     return {
-        "right": 1.0 in shares.values() and after["mismatched"] == 0, "attempts": attempt,
-        "leases_at_its_death": leased,
-        "equal_in_every_bit_to": [name for name, other in answers.items() if answer == other],
-        "tokens_agree": shares, **{name: after[name] - before[name] for name in names},
+        "right": 1.0 in shares.values() and after["mismatched"] == 0,
+        "attempts": found.attempt, "leases_at_its_death": found.leases,
+        "equal_in_every_bit_to": [n for n, other in found.answers.items() if answer == other],
+        "tokens_agree": shares, **{name: after[name] - found.counted[name] for name in names},
     }  # fmt: skip
 
 
-def caught(
-    options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor, first: int
-) -> tuple[int, dict[str, Result], Future[Result]]:
-    """Stop the importer with SIGSTOP while it holds leases on the exporter's blocks.  Returns the
-    number of attempts, the exporter's answers to the prompt, computed and hit, and the importer's
-    to come.  TimeoutError if no attempt catches one."""
+def caught(options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor, first: int) -> Caught:
+    """Stop the importer with SIGSTOP while it holds leases on the exporter's blocks.  TimeoutError
+    if no attempt catches it so."""
     for attempt in range(1, ATTEMPTS + 1):
         prompt = tokens_of(first + attempt, options.max_tokens - TAIL_TOKENS - 16)
         answers = {"computed": both.let_compute(prompt), "hit": both.exporter.complete(prompt)}
-        future = pool.submit(both.importer.complete, prompt)
-        if stopped_with_leases(both.importer, both, future):
-            return attempt, answers, future
-        future.result()
+        counted = both.node.counted(both.importer)
+        # Opened before: a stopped engine hands nothing out.
+        with (
+            contextlib.closing(both.node.table(both.importer)) as own,
+            contextlib.closing(both.node.table(both.exporter)) as other,
+        ):
+            answer = pool.submit(both.importer.complete, prompt)
+            if until_leased(own, counted[LEASES_TAKEN.label], answer):
+                both.importer.signal(signal.SIGSTOP)
+                if leases := sum(bool(slot.leases) for slot in other.slots()):
+                    return Caught(attempt, leases, answers, answer, counted)
+                both.importer.signal(signal.SIGCONT)
+        answer.result()
     raise TimeoutError(f"none of {ATTEMPTS} imports could be caught under way")
 
 
-def stopped_with_leases(importer: Engine, both: Pair, future: Future[Result]) -> bool:
-    """Whether the importer was stopped while it held leases; else it runs on."""
-    with contextlib.closing(both.node.table(importer)) as table:
-        before = table.counters.read(LEASES_TAKEN)
-        while table.counters.read(LEASES_TAKEN) == before:
-            if future.done():
-                return False
-            time.sleep(0.0001)
-    importer.signal(signal.SIGSTOP)
-    if both.node.leased(both.exporter):
-        return True
-    importer.signal(signal.SIGCONT)
-    return False
+def until_leased(table: SlotTableView, before: int, answer: Future[Result]) -> bool:
+    """Wait until the engine has taken leases; False if it has answered without."""
+    while table.counters.read(LEASES_TAKEN) == before:
+        if answer.done():
+            return False
+        time.sleep(0.0001)
+    return True
