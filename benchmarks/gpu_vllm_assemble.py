@@ -80,7 +80,7 @@ def misfits(made_for: Mapping[str, str]) -> Iterator[str]:
     if native != made_for["native"]:
         yield "kvshm/native is not what the bundle's kvshm was built from: make gpu-vllm-bundle"
     yield from misfits_of_torch(made_for)
-    compilers = filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"])
+    compilers = filter(None, [os.environ.get("CC"), "gcc", "clang"])
     if not any(map(shutil.which, compilers)):
         yield "triton needs a C compiler to launch its kernels, and neither CC nor PATH names one"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():

@@ -31,11 +31,11 @@ VOCABULARY = 1300
 """Token ids that prompts are drawn from; the tokenizer knows a few more."""
 TAIL_TOKENS = 24
 """Of a prompt, behind the prefix that is shared; no block is completed."""
-GRAPHS = {
-    "cuda": '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
-    "cpu": '{"mode": 0, "cudagraph_mode": "NONE"}',
+GRAPHS: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+    "cpu": {"cudagraph_mode": "NONE"},
 }
-"""Decoding in CUDA graphs without compiling: where there are none, only the way there."""
+"""Decoding in CUDA graphs, of the batches that occur here; on a CPU there are none."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "small": {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -119,7 +119,7 @@ def spec(options: argparse.Namespace, model: Path, number: int, graphs: bool) ->
     if options.shape != TINY:
         arguments += ["--load-format", "dummy"]
     if graphs:
-        arguments += ["--compilation-config", GRAPHS[options.device]]
+        arguments += ["--compilation-config", json.dumps({"mode": 0, **GRAPHS[options.device]})]
     on_gpu = options.device == "cuda"
     return EngineSpec(
         f"engine-{number}", model, core=number, num_blocks=-(-3 * options.max_tokens // 128),

@@ -31,6 +31,7 @@ during which its output arrives."""
 STREAM_TOKENS = 200
 STEPS_FILE = "COUNTED_STEPS"
 """Of counted_steps_connector.py, whose import would load vLLM."""
+WAITING = "importer_load_at_once"
 FIRST_TOKENS = "time_to_first_token_seconds"
 WAYS = ("computed", "imported", "local_hit")
 
@@ -214,6 +215,7 @@ def beside(options: argparse.Namespace) -> bool:
         inter_token_ms=latency, p99_imports_over_alone=ratio(latency, "alone"),
         p99_imports_over_hits=ratio(latency, "hits"), goal=GOAL_RATIO,
         hooks_us_per_request={name: per_request(phase) for name, phase in phases.items()},
+        hooks_us_per_import=per_import(phases["imports"], phases["hits"]),
     )  # fmt: skip
     return imported > 0
 
@@ -262,6 +264,17 @@ def per_request(phase: Phase) -> dict[str, float]:
         for hook, spent in phase.hooks_ns.items()
         if spent
     }
+
+
+def per_import(imports: Phase, hits: Phase) -> dict[str, float]:
+    """Microseconds that the hooks take more for an import than for a hit, by engine.  The wait for
+    what a step needs at once, in which the copy runs, counts on its own."""
+    found = {"exporter": 0.0, "importer": 0.0, "importer_waits": 0.0}
+    before = per_request(hits)
+    for hook, spent in per_request(imports).items():
+        name = "importer_waits" if hook == WAITING else hook.partition("_")[0]
+        found[name] += spent - before.get(hook, 0.0)
+    return {name: round(spent, 1) for name, spent in found.items()}
 
 
 def gaps_in(

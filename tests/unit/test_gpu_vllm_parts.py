@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import gpu_vllm_assemble
 import pytest
 from gpu_vllm_parts import Archive, BundleError, Manifest, faults, pack, unpack
 
@@ -102,3 +103,26 @@ def test_a_manifest_that_is_missing_or_foreign_is_refused(bundle: Path, text: st
         path.write_text(text)
     with pytest.raises(BundleError, match=r"manifest\.json"):
         Manifest.read(bundle)
+
+
+def test_what_was_put_together_is_left_alone_and_nothing_comes_of_a_damaged_bundle(
+    bundle: Path, tmp_path: Path
+) -> None:
+    site, manifest = tmp_path / "site", Manifest.read(bundle)
+    gpu_vllm_assemble.assemble(bundle, manifest, site)
+    (site / "module.py").write_text("changed\n")
+    lost = first(bundle).parts[0]
+    (bundle / lost.file).unlink()
+    gpu_vllm_assemble.assemble(bundle, manifest, site)
+    assert (site / "module.py").read_text() == "changed\n"
+    with pytest.raises(BundleError, match=f"{lost.file} is missing"):
+        gpu_vllm_assemble.assemble(bundle, manifest, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_machine_that_does_not_fit_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_vllm_assemble, "misfits_of_torch", lambda made_for: iter(()))
+    made_for = {"python": "2.7", "machine": "pdp11", "glibc": "99.1", "native": "another"}
+    reasons = list(gpu_vllm_assemble.misfits(made_for))
+    named = ["for Python 2.7", "for pdp11", "needs glibc 99.1", "make gpu-vllm-bundle"]
+    assert all(word in reason for word, reason in zip(named, reasons[:4], strict=True))
