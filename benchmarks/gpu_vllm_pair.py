@@ -31,6 +31,8 @@ VOCABULARY = 1300
 """Token ids that prompts are drawn from; the tokenizer knows a few more."""
 TAIL_TOKENS = 24
 """Of a prompt, behind the prefix that is shared; no block is completed."""
+KEPT_LINES = 500
+"""Of an engine's log, when it has ended."""
 GRAPHS: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     "cpu": {"cudagraph_mode": "NONE"},
@@ -93,7 +95,7 @@ def pair(
     ``graphs``: decode in CUDA graphs; ``of_importer``: arguments and environment of that engine
     alone.  RuntimeError with the end of an engine's log if it does not serve.
     """
-    with SharingNode(environment) as node:
+    with SharingNode(environment) as node, logs_kept(node, options.run):
         model = model_of(options.shape, node.run_dir, options.max_tokens)
         node.start_coordinator()
         specs = [spec(options, model, number, graphs) for number in (0, 1)]
@@ -111,6 +113,26 @@ def pair(
         found.let_compute(prompt)
         importer.complete(prompt)
         yield found
+
+
+@contextlib.contextmanager
+def logs_kept(node: SharingNode, run: str) -> Iterator[None]:
+    """Append the ends of the engines' logs to a file of KVSHM_GPU_RESULTS, if that is set."""
+    try:
+        yield
+    finally:
+        if (folder := results_folder()) is not None:
+            with (folder / "gpu-vllm-engines.log").open("a") as file:
+                for engine in node.engines:
+                    file.write(f"== {run}: {engine!r}\n{engine.log_tail(KEPT_LINES)}\n")
+
+
+def results_folder() -> Path | None:
+    """The folder KVSHM_GPU_RESULTS, made if it is missing; None if it is not set."""
+    if not (folder := os.environ.get("KVSHM_GPU_RESULTS")):
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
 
 
 def spec(options: argparse.Namespace, model: Path, number: int, graphs: bool) -> EngineSpec:
@@ -173,9 +195,8 @@ def result(options: argparse.Namespace, run: str, **found: Any) -> None:
     with contextlib.redirect_stdout(printed):
         report(f"gpu-vllm {run}", card=card(options), shape=options.shape, **found)
     print(printed.getvalue(), end="", flush=True)
-    if folder := os.environ.get("KVSHM_GPU_RESULTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with (Path(folder) / f"gpu-vllm-{run}.jsonl").open("a") as file:
+    if (folder := results_folder()) is not None:
+        with (folder / f"gpu-vllm-{run}.jsonl").open("a") as file:
             file.write(printed.getvalue())
 
 
