@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=(TINY, *SHAPES), default=TINY,
                         help="tiny: with weights; the others have dummy weights")  # fmt: skip
     parser.add_argument("--gpus", default="0,0", help="the GPU of each engine")
-    parser.add_argument("--cache-gib", type=float, default=12, help="KV cache per engine on CUDA")
+    parser.add_argument("--cache-gib", type=float, help="KV cache per engine on CUDA")
     parser.add_argument("--lengths", type=numbers, default=LENGTHS, help="tokens of prefixes")
     parser.add_argument("--max-tokens", type=int, help="of a prompt with its answer")
     parser.add_argument("--rounds", type=int, default=30, help="repetitions, in turn")
@@ -67,6 +67,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8, help="requests that decode meanwhile")
     parser.add_argument("--batch", type=int, default=8, help="imports per phase of 'beside'")
     options = parser.parse_args()
+    if options.cache_gib is None:
+        # Of an 8B about 98,000 tokens; small models would have more blocks than can be looked at.
+        options.cache_gib = 0.5 if options.shape in (TINY, "small") else 12
     if options.max_tokens is None:
         # The tiny model has no more positions.
         options.max_tokens = 8192 if options.shape == TINY else max(options.lengths) + 1024

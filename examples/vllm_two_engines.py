@@ -163,7 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--model", default="", help="a model of vLLM's; default: tiny, random")
     parser.add_argument("--gpus", default="0,0", help="the GPU of each engine")
-    parser.add_argument("--cache-gib", type=float, default=4, help="KV cache per engine on CUDA")
+    parser.add_argument("--cache-gib", type=float, default=2, help="KV cache per engine on CUDA")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a prefix")
     parser.add_argument("--prefixes", type=int, default=4, help="how many prefixes")
     parser.add_argument("--requests", type=int, default=16, help="how many requests")
