@@ -51,11 +51,9 @@ def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
                 wrong.append(f"prompt {number}: {seen.tokens.imported} tokens were imported")
             if seen.mismatched:
                 wrong.append(f"prompt {number}: {seen.mismatched} blocks were copied wrongly")
-        scheduling = both.exporter.said("synchronous scheduling")
     result(
         options, "equal-graphs" if graphs else "equal", prompts=prompts,
         imported_blocks=blocks, wrong=wrong, same_tokens_as_computed=agreed,
-        scheduling=[line.rpartition("] ")[2] for line in scheduling[:2]],
     )  # fmt: skip
     return prompts > 0 and not wrong
 

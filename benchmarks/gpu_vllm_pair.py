@@ -143,6 +143,9 @@ def spec(options: argparse.Namespace, model: Path, number: int, graphs: bool) ->
     if graphs:
         arguments += ["--compilation-config", json.dumps({"mode": 0, **GRAPHS[options.device]})]
     on_gpu = options.device == "cuda"
+    if on_gpu:
+        # vLLM's default there; an engine that is asked for it and cannot does not start.
+        arguments.append("--async-scheduling")
     return EngineSpec(
         f"engine-{number}", model, core=number, num_blocks=-(-3 * options.max_tokens // 128),
         arguments=tuple(arguments), eager=not graphs,
