@@ -11,7 +11,9 @@ import io
 import json
 import os
 import random
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +98,7 @@ def pair(
     alone.  RuntimeError with the end of an engine's log if it does not serve.
     """
     with SharingNode(environment) as node, logs_kept(node, options.run):
+        end_with_this(node)
         model = model_of(options.shape, node.run_dir, options.max_tokens)
         node.start_coordinator()
         specs = [spec(options, model, number, graphs) for number in (0, 1)]
@@ -113,6 +116,18 @@ def pair(
         found.let_compute(prompt)
         importer.complete(prompt)
         yield found
+
+
+def end_with_this(node: SharingNode) -> None:
+    """Let SIGTERM, as of a time limit, end this process and at once all engines, which would keep
+    the GPU's memory: whoever waits for an answer of theirs gets none."""
+
+    def ended(*_: object) -> None:
+        for engine in node.engines:
+            engine.signal(signal.SIGKILL)
+        sys.exit("ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, ended)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ with 1 if an answer was wrong or nothing was imported, never because something w
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 import time
@@ -42,8 +41,6 @@ LENGTHS = (1000, 2000, 4000, 8000, 10_000, 16_000, 32_000)
 def main() -> int:
     options = arguments()
     options.begun = time.monotonic()
-    # Whoever ends this run ends its engines too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with tempfile.TemporaryDirectory(prefix="kv-") as scratch:
         options.scratch = Path(scratch)
         good = RUNS[options.run](options)
