@@ -26,6 +26,8 @@ class Result:
     """Seconds from sending the request to the first token."""
     last_at: float = field(compare=False)
     """Reading of ``time.perf_counter`` at the last token."""
+    arrivals: tuple[float, ...] = field(compare=False, default=())
+    """Readings of ``time.perf_counter`` at each message that brought tokens."""
 
     def agreement(self, other: Result) -> float:
         """Return the share of tokens that agree before the two first part."""
@@ -50,7 +52,8 @@ def stream(
     usage = {"stream_options": {"include_usage": True}}
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
-    text, prompt_tokens, first, last = "", 0, 0.0, 0.0
+    arrivals: list[float] = []
+    text, prompt_tokens = "", 0
     begin = time.perf_counter()
     for chunk in _events(port, path, {**greedy, **ids, **usage, **body}, headers or {}):
         if "error" in chunk:
@@ -59,14 +62,16 @@ def stream(
             prompt_tokens = chunk["usage"]["prompt_tokens"]
         for choice in chunk["choices"]:
             if choice.get("token_ids"):
-                last = time.perf_counter()
-                first = first or last
+                arrivals.append(time.perf_counter())
                 tokens += choice["token_ids"]
                 logprobs += _logprobs(choice["logprobs"])
                 text += choice["text"] if "text" in choice else choice["delta"]["content"] or ""
     if len(tokens) != body["max_tokens"]:
         raise RuntimeError(f"{path}: {len(tokens)} of {body['max_tokens']} tokens arrived")
-    return Result(tuple(tokens), tuple(logprobs), text, prompt_tokens, first - begin, last)
+    return Result(
+        tuple(tokens), tuple(logprobs), text, prompt_tokens, arrivals[0] - begin, arrivals[-1],
+        tuple(arrivals),
+    )  # fmt: skip
 
 
 def _events(

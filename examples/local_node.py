@@ -39,16 +39,32 @@ class EngineSpec:
     name: str
     model: Path
     core: int
+    """Of the CPU on which an engine without a GPU computes."""
     num_blocks: int = 512
+    """Of the KV cache of an engine without a GPU."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    cache_bytes: int = 0
+    """Of the KV cache on a GPU; 0 for an engine without one."""
+    eager: bool = True
+    """Without compiling and without CUDA graphs."""
 
     def command(self, port: int) -> list[str]:
         """Return the server's command line."""
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         where = ["--model", str(self.model), "--host", "127.0.0.1", "--port", str(port)]
-        cache = ["--max-model-len", "8192", "--num-gpu-blocks-override", str(self.num_blocks)]
-        return [*server, *where, *cache, "--enforce-eager", "--dtype", "bfloat16", *self.arguments]
+        run = ["--max-model-len", "8192", "--dtype", "bfloat16"]
+        eager = ["--enforce-eager"] if self.eager else []
+        return [*server, *where, *run, *self._cache(), *eager, *self.arguments]
+
+    def _cache(self) -> list[str]:
+        """How large the KV cache is.  On a GPU vLLM is told the bytes: else it would measure what
+        is free, which fails while another engine on that GPU starts or ends.  The share of the
+        GPU is then only what must be free when it starts."""
+        if self.cache_bytes:
+            told = ["--kv-cache-memory-bytes", str(self.cache_bytes)]
+            return [*told, "--gpu-memory-utilization", "0.1"]
+        return ["--num-gpu-blocks-override", str(self.num_blocks)]
 
     @staticmethod
     def longest_prompt(tokens: int) -> tuple[str, ...]:
@@ -69,14 +85,15 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("KVSHM_", "VLLM_"))}
 
 
+def offline() -> dict[str, str]:
+    """Return what keeps an engine from the network."""
+    return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 def machine(core: int) -> dict[str, str]:
     """Return what vLLM has to know of this machine for an engine bound to one core."""
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    bound = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+    return {**bound, **offline()}
 
 
 def processes_of(group: int) -> dict[int, str]:
@@ -96,8 +113,8 @@ class Engine:
     def __init__(self, spec: EngineSpec, environment: Mapping[str, str], log_path: Path) -> None:
         """Start the server; returns at once, ``wait_ready`` waits until it serves.
 
-        All engines compute with one thread, bound to ``spec.core``: results are compared
-        bit for bit, and rounding depends on the number of threads.
+        All engines without a GPU compute with one thread, bound to ``spec.core``: results are
+        compared bit for bit, and rounding depends on the number of threads.
         """
         # A process group, not a session: the kernel schedules sessions as units (autogroup), and
         # where engines share a core one that spins can then halt another one for seconds.
@@ -106,7 +123,8 @@ class Engine:
         """Sent with every request."""
         self.port = free_port()
         self.log_path = log_path
-        server = {**machine(spec.core), "VLLM_SERVER_DEV_MODE": "1"}
+        here = offline() if spec.cache_bytes else machine(spec.core)
+        server = {**here, "VLLM_SERVER_DEV_MODE": "1"}
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 spec.command(self.port),
@@ -277,12 +295,15 @@ class Node:
         return self.coordinator.wait(STOP_TIMEOUT_S)
 
     def start_engines(self, *specs: EngineSpec) -> list[Engine]:
-        """Start the engines side by side and wait until all of them serve."""
+        """Start the engines and wait until all of them serve: side by side, but one after the other
+        where they have a GPU, whose free memory each of them measures."""
         started = []
         for spec in specs:
             log_path = self.run_dir / f"{spec.name}.log"
             started.append(Engine(spec, self.environment, log_path))
             self.engines.append(started[-1])
+            if spec.cache_bytes:
+                started[-1].wait_ready()
         for engine in started:
             engine.wait_ready()
         return started

@@ -30,8 +30,8 @@ from local_node import Engine, EngineSpec, Node, PromptTokens
 SETTLE_SECONDS = 1.0
 """For the last publications to arrive; sharing does not depend on it, the numbers do."""
 
-BLOCKS = {"cpu": 512, "cuda": 4096}
-"""KV blocks per engine unless told otherwise; vLLM's have 128 tokens on CPU and 16 on CUDA."""
+BLOCKS = 512
+"""KV blocks of 128 tokens per engine on CPU."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,12 @@ def comparisons(a: Engine, b: Engine, options: argparse.Namespace) -> Iterator[b
 
 def spec(options: argparse.Namespace, model: str, number: int) -> EngineSpec:
     """The engines differ in nothing but their GPU, if there are two to use."""
-    environment: dict[str, str] = {}
-    extra: tuple[str, ...] = ()
-    if options.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = options.gpus.split(",")[number]
-        extra = ("--gpu-memory-utilization", str(options.memory))
+    name = f"engine-{number}"
+    if options.device == "cpu":
+        return EngineSpec(name, Path(model), core=number, num_blocks=BLOCKS)
     return EngineSpec(
-        name=f"engine-{number}", model=Path(model), core=number,
-        num_blocks=options.blocks or BLOCKS[options.device],
-        arguments=extra, environment=environment,
+        name, Path(model), core=number, cache_bytes=round(options.cache_gib * 2**30),
+        environment={"CUDA_VISIBLE_DEVICES": options.gpus.split(",")[number]},
     )  # fmt: skip
 
 
@@ -166,8 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--model", default="", help="a model of vLLM's; default: tiny, random")
     parser.add_argument("--gpus", default="0,0", help="the GPU of each engine")
-    parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU per engine")
-    parser.add_argument("--blocks", type=int, help="KV blocks per engine")
+    parser.add_argument("--cache-gib", type=float, default=2, help="KV cache per engine on CUDA")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a prefix")
     parser.add_argument("--prefixes", type=int, default=4, help="how many prefixes")
     parser.add_argument("--requests", type=int, default=16, help="how many requests")

@@ -14,7 +14,7 @@ GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namesp
 	import-times copy-rates copy-ways
 GPU_RESULTS := KVSHM_GPU_RESULTS=$(or $(KVSHM_GPU_RESULTS),gpu-results)
 
-.PHONY: gpu-wheels gpu-ready verify-gpu test-gpu bench-gpu verify-gpu-vllm rehearse-gpu \
+.PHONY: gpu-wheels gpu-ready verify-gpu test-gpu bench-gpu rehearse-gpu \
 	gpu-parts gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
 
 gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Python (GPU_VERSION=3.12)
@@ -28,7 +28,8 @@ gpu-ready:
 
 verify-gpu: ## all of these on a GPU machine, whatever fails; results in the folder gpu-results
 	@$(MAKE) --no-print-directory --keep-going gpu-parts \
-		$(shell $(GPU_PYTHON) -c 'import vllm' 2>/dev/null && echo verify-gpu-vllm)
+		$(shell { test -d dist/gpu-vllm || $(GPU_PYTHON) -c 'import vllm'; } 2>/dev/null \
+		&& echo verify-gpu-vllm)
 
 gpu-parts:
 	$(GPU_RESULTS) $(GPU_SUITE) a b c d
@@ -52,8 +53,3 @@ $(GPU_STEPS:%=gpu-%): gpu-%:
 
 rehearse-gpu: $(ENGINE) $(KVSHM) ## the Python of all GPU steps, without a GPU: small, over the played driver
 	$(PYTHON) -m tests.played_cuda.rehearse $(PARTS)
-
-verify-gpu-vllm: gpu-ready ## two vLLM engines on GPUs, then the engine tests; needs vLLM with CUDA
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) examples/vllm_two_engines.py --device cuda \
-		$(if $(MODEL),--model $(MODEL))
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -p no:cacheprovider -q -rs -W default tests/vllm

