@@ -9,7 +9,6 @@ GPU_PYTHON ?= python3
 GPU_VERSION ?= 3.12
 GPU_WHEELS := pyzmq msgspec xxhash pytest pytest-timeout
 GPU_SUITE := $(GPU_PYTHON) benchmarks/gpu_suite.py
-GPU_PATH := $(CURDIR):$(CURDIR)/examples:$(CURDIR)/dist/gpu-site
 GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namespaces stalls \
 	import-times copy-rates copy-ways
 GPU_RESULTS := KVSHM_GPU_RESULTS=$(or $(KVSHM_GPU_RESULTS),gpu-results)
