@@ -13,7 +13,7 @@ GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namesp
 	import-times copy-rates copy-ways
 GPU_RESULTS := KVSHM_GPU_RESULTS=$(or $(KVSHM_GPU_RESULTS),gpu-results)
 
-.PHONY: gpu-wheels gpu-ready verify-gpu test-gpu bench-gpu rehearse-gpu \
+.PHONY: gpu-wheels gpu-prepare gpu-ready verify-gpu test-gpu bench-gpu rehearse-gpu \
 	gpu-parts gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
 
 gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Python (GPU_VERSION=3.12)
@@ -21,6 +21,8 @@ gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Pytho
 	$(PYTHON) -m pip download --quiet --python-version $(GPU_VERSION) --only-binary=:all: \
 		--dest dist/gpu $(GPU_WHEELS)
 	cp dist/kvshm-*.whl dist/gpu
+
+gpu-prepare: gpu-wheels gpu-vllm-bundle ## have everything ready for a GPU machine without a package index
 
 gpu-ready:
 	$(GPU_PYTHON) benchmarks/gpu_ready.py
