@@ -186,11 +186,13 @@ def load_transport(name: str) -> Any:
 
     Besides the members of Transport the class may have: ``fence()``, if the model's steps only
     launch work: called by the thread that runs the model, it returns a function that tells,
-    without blocking, whether all work launched before has ended; ``note_launched()``, called by
-    that thread before each load: copies of transports with ``late_writers`` need not wait for what
-    the model launches later; ``enter_thread()``, called first by each thread of kvshm's own that
-    uses the transport; its copies may have ``wait()``, which blocks until the copy has ended and
-    lets other threads run, so that nobody has to poll; ``allocate(nbytes)`` for zeroed
+    without blocking, whether all work launched before has ended; ``note_launched()``, called when a
+    load is handed over: what it returns, unless that is None, is given to the load's copies
+    (``begin_copy(..., after=)``), which with ``late_writers`` need not wait for what the model
+    launches later; ``enter_thread()``, called first by each thread of kvshm's own that uses the
+    transport; its copies may have ``when_ended(call)``, which has ``call`` called once, on any
+    thread, when the copy has ended (``poll`` says how), so that nobody polls it.  Further:
+    ``allocate(nbytes)`` for zeroed
     memory of the kind it shares (as ``posix_shm``), which has ``buffer`` and ``address``, else
     ``adopt(address, nbytes, storage)`` for memory that the engine has allocated (``cuda_ipc``);
     ``settings``, fields of Config that the constructor takes by keyword, besides ``memory``,

@@ -28,6 +28,8 @@ from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from kvshm.interfaces import Attachment, MemoryDescriptor, Transport
 
+from .optional_calls import call_optional
+
 log = logger(__name__)
 
 FAILED_SECONDS = 10.0
@@ -193,7 +195,7 @@ class AttachmentCache:
     def _attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
         """On a thread of its own."""
         peer, reason = None, ""
-        try_to_enter_thread(self.transport)
+        call_optional(self.transport, "enter_thread")
         try:
             peer = self._open(epoch, memory)
         except Exception as exc:  # any: loads that wait for this peer must learn that it failed
@@ -284,23 +286,6 @@ class AttachmentCache:
             self.attached = frozenset()
         _close_all(gone)
         self._close_early(())
-
-
-def try_to_enter_thread(transport: Transport) -> None:
-    """Tell a transport that the calling thread, which is kvshm's own, will use it."""
-    if (enter := getattr(transport, "enter_thread", None)) is None:
-        return
-    try:
-        enter()
-    except Exception:  # any, of a transport: its other calls will fail, and be counted
-        log.debug("a thread could not be prepared for the transport", exc_info=True)
-
-
-def note_launched(transport: Transport) -> None:
-    """Tell a transport, on the thread that runs the model, that a load comes: what was launched
-    until now may still write to its targets, if the engine does not rule that out."""
-    if (note := getattr(transport, "note_launched", None)) is not None:
-        note()
 
 
 def _close_all(peers: list[PeerMemory]) -> None:

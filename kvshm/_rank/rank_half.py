@@ -35,7 +35,8 @@ from kvshm._shm.progress import FIRST_LOAD_THREAD
 from kvshm.errors import KvshmError, MemoryInUse
 from kvshm.interfaces import Transport
 
-from .attachments import AttachmentCache, note_launched, try_to_enter_thread
+from .attachments import AttachmentCache
+from .optional_calls import call_optional
 from .rank_load import RankLoad
 
 log = logger(__name__)
@@ -49,6 +50,8 @@ TIDY_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 """How long a step waits for a cancelled copy that may still write into the KV cache."""
+_CLOSE, _LOOK = "close", "look"
+"""What the load thread is told besides loads."""
 MAX_COUNTED_SECONDS = 0.1
 """Of a longer pause between two polls of such a copy only so much counts."""
 
@@ -83,7 +86,7 @@ class RankHalf:
         self._tidy_failed = False
         # Not a SimpleQueue: a thread that is held up while it calls SimpleQueue.get with a timeout
         # may wait for ever (CPython 3.11), and a load under way then never ends.
-        self._loads: queue.Queue[RankLoad | None] = queue.Queue()
+        self._loads: queue.Queue[RankLoad | str] = queue.Queue()
         self._reports: deque[LoadReport] = deque()
         self._begun: dict[str, RankLoad] = {}
         self._unreported = 0
@@ -142,12 +145,13 @@ class RankHalf:
     def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
-        note_launched(self.transport)
+        launched = call_optional(self.transport, "note_launched").result
         self._unreported += 1
         self._show_pending()
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
-        new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        about = {"verify": self._verify, "clock": self._clock, "launched": launched}
+        new = RankLoad(load, self._attachments, table, wake=self._wake, **about)
         self._begun[load.load_id] = new
         self._loads.put(new)
 
@@ -156,6 +160,7 @@ class RankHalf:
         Does not block.  Nothing happens if it has been reported."""
         if (load := self._begun.get(load_id)) is not None:
             load.cancel()
+            self._wake()
 
     def load_at_once(self, loads: Sequence[LoadOrder], patience: float) -> list[LoadReport]:
         """Carry out loads on the calling thread, which runs the model on their blocks next.
@@ -166,14 +171,12 @@ class RankHalf:
         MemoryInUse if a copy cannot be stopped: the model must not run.
         """
         table = self.table
-        note_launched(self.transport)
+        launched = call_optional(self.transport, "note_launched").result
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
-        ongoing = [
-            RankLoad(each, self._attachments, table, verify=self._verify, until=until, clock=clock)
-            for each in loads
-        ]
+        about = {"verify": self._verify, "until": until, "clock": clock, "launched": launched}
+        ongoing = [RankLoad(each, self._attachments, table, **about) for each in loads]
         reports = []
         with self._attachments.pinned([epoch for load in ongoing for epoch in load.peers]):
             while ongoing:
@@ -246,7 +249,7 @@ class RankHalf:
         if self._inherited:
             return
         self.end_epoch()
-        self._loads.put(None)
+        self._loads.put(_CLOSE)
         self._thread.join(timeout=CLOSE_SECONDS)
         self.transport.close()
 
@@ -259,24 +262,26 @@ class RankHalf:
     def _run(self) -> None:
         active: list[RankLoad] = []
         closing = False
-        try_to_enter_thread(self.transport)
+        call_optional(self.transport, "enter_thread")
         while active or not closing:
-            # While it can wait for the GPU it polls nothing: the thread that runs the model needs
-            # the interpreter.
-            waited = bool(active) and self._loads.empty() and active[0].wait()
+            # Nothing is polled that tells of its end: the thread that runs the model needs the
+            # interpreter.
+            pause = POLL_SECONDS if any(load.polled for load in active) else TIDY_SECONDS
             with suppress(queue.Empty):
-                pause = POLL_SECONDS if active else TIDY_SECONDS
-                load = self._loads.get(block=not waited, timeout=pause)
-                if load is None:
-                    closing = True
-                else:
-                    active.append(load)
+                arrived = self._loads.get(timeout=pause)
+                if isinstance(arrived, RankLoad):
+                    active.append(arrived)
+                closing |= arrived is _CLOSE
             self._went_round()
             ended = [load for load in active if load.advance()]
             active = [load for load in active if load not in ended]
             self._reports.extend(load.report for load in ended if not load.abandoned)
             self._tidy(active)
         self._attachments.close()
+
+    def _wake(self) -> None:
+        """Have the load thread look at its loads.  Any thread."""
+        self._loads.put(_LOOK)
 
     def _went_round(self) -> None:
         """Show tools that this thread is not stuck."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kvshm._engine.load_plan import (
     NO_TICKET,
@@ -39,6 +40,7 @@ from kvshm.errors import KvshmError, StillAttaching
 from kvshm.interfaces import Copy, CopyState
 
 from .attachments import AttachmentCache, PeerMemory
+from .optional_calls import call_optional
 
 log = logger(__name__)
 
@@ -51,6 +53,8 @@ class _Part:
     peer: PeerMemory | None = None
     copy: Copy | None = None
     failure: LoadFailure | None = None
+    tells: bool = False
+    """Whether the copy tells of its end."""
 
 
 class RankLoad:
@@ -65,10 +69,13 @@ class RankLoad:
         verify: bool = False,
         until: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        launched: Any = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         """``table``: the engine's own; None outside an epoch.  ``until``: when, by ``clock``, the
         step stops waiting for this load at once; None if no step waits.  A load at once waits for
-        no attach."""
+        no attach.  ``launched``: what the transport's ``note_launched`` returned.  ``wake``: called
+        by any thread when a copy has ended, if the transport can tell."""
         self._load = load
         self._attachments = attachments
         self._rank = attachments.rank
@@ -76,6 +83,8 @@ class RankLoad:
         self._verify = verify
         self._until = until
         self._clock = clock
+        self._launched = launched
+        self._wake = wake
         self._begun_at = self._copied_at = 0.0
         self._queued = False
         """Whether another load was copying when its copies began, so that they cannot be timed."""
@@ -117,21 +126,12 @@ class RankLoad:
             self.report = LoadReport(load_id, bad, *about)
         return True
 
-    def wait(self) -> bool:
-        """Block until a copy under way has ended.  False at once if none is, if the load waits for
-        more than copies, and if the transport offers no way to wait.  Never raises."""
-        parts = [part for part in self._parts if part.failure is None or part.copy is not None]
-        copies = [part.copy for part in parts if part.copy is not None]
-        if len(copies) < len(parts):
-            return False
-        try:
-            copy = next((c for c in copies if c.poll() is CopyState.PENDING), None)
-            if (wait := getattr(copy, "wait", None)) is None:
-                return False
-            wait()
-        except Exception:  # any, of a transport: ``advance`` meets it again, and says so
-            return False
-        return True
+    @property
+    def polled(self) -> bool:
+        """Whether nobody tells when the load can go on: a peer is being attached, or a copy is
+        under way whose transport tells of no end."""
+        untold = [part for part in self._parts if not part.tells]
+        return self._discarded or any(p.copy is not None or p.failure is None for p in untold)
 
     def _times(self) -> CopyTimes | None:
         if not (self._begun_at and self._copied_at):
@@ -219,7 +219,9 @@ class RankLoad:
                 block_ids(part.piece.records),
                 part.piece.targets,
                 None if self._until is None else self._in_time,
+                **({} if self._launched is None else {"after": self._launched}),
             )
+            self._ask_for_end(part, part.copy)
         except Exception as exc:  # any: the piece is a miss
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
@@ -230,6 +232,19 @@ class RankLoad:
                 f"cannot read from engine {who}: {exc}",
             )
         return True
+
+    def _ask_for_end(self, part: _Part, copy: Copy) -> None:
+        """Have the load's thread woken when the copy has ended, if the transport can tell."""
+        if (wake := self._wake) is None:
+            return
+
+        def ended() -> None:
+            part.tells = False  # a copy that has not ended is polled from now on
+            wake()
+
+        part.tells = True
+        if not call_optional(copy, "when_ended", ended).worked:
+            part.tells = False
 
     def _in_time(self) -> bool:
         return self._until is None or self._clock() < self._until

@@ -100,7 +100,7 @@ class FakeDriver:
         self._lock = threading.RLock()
         self.entered: set[str] = set()
         """Names of the threads that called ``enter_thread``."""
-        self.events = 0
+        self.events = self.streams = 0
         """How many exist."""
 
     def enter_thread(self) -> None:
@@ -245,11 +245,13 @@ class FakeDriver:
 
     def new_stream(self) -> Stream:
         with self._lock:
+            self.streams += 1
             handle = len(self._streams)
             self._streams[handle] = FakeStream()
         return Stream(handle, self._streams[handle])
 
-    def free_stream(self, stream: Stream) -> None: ...
+    def free_stream(self, stream: Stream) -> None:
+        self.streams -= 1
 
     def compute_stream(self) -> Stream:
         return Stream(0, self.compute)

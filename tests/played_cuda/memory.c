@@ -108,7 +108,7 @@ static void drop(struct area *area) {
 }
 
 EXPORTED CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
-    (void)stream;
+    WANT(stream);
     WANT_CONTEXT();
     pthread_mutex_lock(&played_lock);
     struct area *area = area_at(address);

@@ -224,9 +224,13 @@ EXPORTED CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, con
     return CUDA_SUCCESS;
 }
 
+/* Whether the function's code was loaded: without that the first launch would do it. */
+static bool loaded;
+
 EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
     WANT_CONTEXT();
     WANT(function == (CUfunction)&default_stream && which == CU_FUNC_ATTRIBUTE_NUM_REGS);
+    loaded = true;
     *value = 32;
     return CUDA_SUCCESS;
 }
@@ -238,6 +242,7 @@ EXPORTED CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, un
     struct arguments a;
     WANT_CONTEXT();
     WANT(function == (CUfunction)&default_stream && x > 0 && y == 1 && z == 1);
+    WANT(loaded);
     WANT(threads == 256 && threads_y == 1 && threads_z == 1 && shared == 0 && !extra && values);
     void *into[] = {&a.table, &a.ids, &a.stop, &a.pairs, &a.regions, &a.chunks};
     for (int i = 0; i < 6; i++) memcpy(into[i], values[i], i < 3 ? 8 : 4);

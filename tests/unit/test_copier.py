@@ -158,3 +158,14 @@ def test_after_close_nothing_is_accepted_and_everything_has_ended(copier):
         copier.submit(lambda: None)
     with pytest.raises(TransportError):
         copier.begin(plan([0], [1])[0])
+
+
+def test_a_thread_whose_first_act_fails_does_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise TransportError("no context")
+
+    thread, done = JobThread("kvshm-test", refuse), threading.Event()
+    thread.submit(done.set)
+    assert done.wait(PATIENCE)
+    thread.close()
+    assert "no context" in caplog.text

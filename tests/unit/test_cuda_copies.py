@@ -30,40 +30,35 @@ def test_a_copy_waits_for_what_the_model_has_put_on_its_stream(node: Node) -> No
     assert two.cache[0] == 1
 
 
-def test_a_copy_waits_for_nothing_that_the_model_launched_after_its_load(node: Node) -> None:
-    """A load waits for what may still write to its blocks: not for the forward pass of its step."""
+def test_a_copy_waits_for_what_was_launched_before_its_load_and_nothing_later(node: Node) -> None:
+    """Not for the forward pass of its own step, and whatever other loads wait for."""
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
     late, forward = two.driver.allocate(BLOCK), two.driver.allocate(BLOCK)
-    compute = two.driver.compute_stream()
-    two.driver.copy(two.address, late, BLOCK, compute)
-    two.transport.note_launched()
-    with two.driver.hold(compute):
-        assert attachment.begin_copy([BlockId(0)], [BlockId(0)]).poll() is CopyState.PENDING
-    two.transport.note_launched()
+    compute, block = two.driver.compute_stream(), [BlockId(0)]
+    earlier = two.transport.note_launched()
     compute.owner.run()
     with two.driver.hold(compute):
+        two.driver.copy(two.address, late, BLOCK, compute)
+        later = two.transport.note_launched()
         two.driver.copy(forward, late, BLOCK, compute)
-        assert attachment.begin_copy([BlockId(0)], [BlockId(0)]).poll() is CopyState.DONE
+        assert attachment.begin_copy(block, block, after=earlier).poll() is CopyState.DONE
+        copy = attachment.begin_copy(block, block, after=later)
+        assert copy.poll() is CopyState.PENDING
+    with two.driver.hold(compute):
+        two.driver.copy(forward, late, BLOCK, compute)
+        compute.owner.held = False
+        for _ in range(2):  # the late write, and the note of it
+            compute.owner.work.popleft()()
+        compute.owner.held = True
+        assert copy.poll() is CopyState.DONE
     assert two.cache[0] == 1
 
 
-def test_a_copy_is_fenced_on_the_stream_where_the_model_runs_now(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may not be the one that was current when the cache was exported."""
-    one, two = node.rank(), node.rank()
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    two.transport.late_writers = False
-    another = two.driver.new_stream()
-    monkeypatch.setattr(two.driver, "compute_stream", lambda: another)
-    two.transport.note_launched()
-    with two.driver.hold(two.transport.copy_stream.stream):
-        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
-        assert copy.fence()
-        assert len(another.owner.work) == 1
-        assert copy.poll() is CopyState.PENDING
-    assert copy.poll() is CopyState.DONE
+def test_engines_that_rule_late_writes_out_note_nothing(node: Node) -> None:
+    one = node.rank()
+    one.transport.late_writers = False
+    assert one.transport.note_launched() is None
 
 
 @pytest.mark.parametrize("broken", ["copy", "record"])
@@ -95,19 +90,25 @@ def test_a_copy_that_could_not_be_begun_writes_nothing_afterwards(
 
 
 def test_a_rank_closes_though_its_gpu_has_failed(
-    node: Node, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part is given back, even if another one cannot be."""
     one, two = node.rank(), node.rank()
     two.transport.attach(wire(one.transport.export(EPOCH)))
     two.transport.export(EPOCH)
-    freed: list[object] = []
-    two.driver.free_stream = freed.append  # type: ignore[method-assign]
+    tried: list[object] = []
+    for name in ("free_stream", "free_event", "host_free", "free"):
+        real = getattr(two.driver, name)
+        note = lambda thing, name=name, real=real: tried.append(name) or real(thing)  # noqa: E731
+        monkeypatch.setattr(two.driver, name, note)
     two.driver.failing = True
     two.transport.close()
-    assert "is not freed" in caplog.text
-    assert two.transport._prober.stream in freed
     two.driver.failing = False
+    assert "is not freed" in caplog.text
+    buffers = 3 + 1  # of the copy stream and of the prober
+    assert tried.count("free_event") == buffers + 1  # and the fence
+    assert tried.count("free") == buffers
+    assert two.driver.streams == 0
 
 
 def test_a_checksum_covers_what_the_model_has_put_on_its_stream(node: Node) -> None:
@@ -190,6 +191,39 @@ def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
     assert copied(attachment) is CopyState.DONE
 
 
+def test_three_copies_at_a_time_allocate_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    monkeypatch.setattr(two.driver, "allocate", None)
+    monkeypatch.setattr(two.driver, "host_allocate", None)
+    many = [BlockId(1)] * 8192
+    with two.driver.hold(two.transport.copy_stream.stream):
+        copies = [attachment.begin_copy(many, many) for _ in range(3)]
+    assert [copy.poll() for copy in copies] == [CopyState.DONE] * 3
+
+
+@pytest.mark.parametrize("way", ["new_event", "host_allocate", "allocate"])
+def test_a_copy_that_finds_no_memory_leaves_nothing_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+
+    def refuse(*_: object) -> None:
+        raise CudaError(way, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    many = [BlockId(1)] * 9000
+    before = (two.driver.events, set(two.driver.mapped))
+    with monkeypatch.context() as patched:
+        patched.setattr(two.driver, way, refuse)
+        for _ in range(3):
+            with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+                attachment.begin_copy(many, many)
+    assert (two.driver.events, set(two.driver.mapped)) == before
+
+
 def test_the_kernel_is_there_before_the_engine_serves(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,19 +232,31 @@ def test_the_kernel_is_there_before_the_engine_serves(
     note = lambda _, table: prepared.append(table.word)  # noqa: E731
     monkeypatch.setattr(FakeDriver, "prepare_kernel", note)
     one, two = node.rank(), node.rank()
-    assert len(prepared) == 2
+    at_start = list(prepared)
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    assert attachment._table.word in prepared[:2]
+    assert {attachment._table.word, 16} <= set(at_start)  # 16: of the probe's kernel
 
 
-def test_without_the_kernel_there_is_no_transport_and_nothing_left_of_it(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["prepare_kernel", "new_stream", "new_event", "host_allocate"])
+@pytest.mark.parametrize("calls", range(3))
+def test_a_transport_that_cannot_be_made_leaves_nothing_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch, way: str, calls: int
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise CudaError("triton", "the copy kernel does not compile")
-
-    monkeypatch.setattr(FakeDriver, "prepare_kernel", refuse)
+    """Whichever of its calls is refused."""
     driver = node.machine.process()
-    with pytest.raises(TransportError, match="does not compile"):
+    left, real = calls, getattr(driver, way)
+
+    def refuse(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise CudaError(way, "CUDA_ERROR_OUT_OF_MEMORY")
+        return real(*arguments)
+
+    if way == "prepare_kernel" and calls == 2:
+        pytest.skip("there are two kernels")
+    monkeypatch.setattr(driver, way, refuse)
+    with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
         node.rank(driver=driver)
-    assert driver.events == 0
+    assert (driver.events, driver.streams) == (0, 0)
+    assert len(driver.mapped) == 1  # the cache

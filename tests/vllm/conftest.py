@@ -17,6 +17,9 @@ from ..engines_under_test import ENGINES, TransformersSpec
 from .engines import SharedNode, reported
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from .cuda_workers import Make as MakeWorker
     from .scheduling import DrivenEngine, Make
 
 
@@ -37,6 +40,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama that every engine serves unless a test says otherwise."""
     pytest.importorskip("vllm")
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cuda_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """An engine on a GPU."""
+    from .cuda_workers import config_for_cuda
+
+    return config_for_cuda(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def cuda_worker(cuda_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
+    """Makes workers of such engines; the GPU is played."""
+    from .cuda_workers import makers
+
+    yield from makers(cuda_config, monkeypatch)
 
 
 @pytest.fixture(scope="session")

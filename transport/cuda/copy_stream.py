@@ -2,6 +2,7 @@
 
     own compute stream ──┐ (only if what it had may still write to the destination)
     copy stream          └─ ids ─ copy ─ event ─►  poll: event done?  DONE, or FAILED
+                                            └───►  a thread waits for it and tells of the end
 
 Nothing here waits for a peer.  After the event, the re-check of the slots decides whether the
 peer's bytes still count.
@@ -13,14 +14,16 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import RateLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 
+from ..jobs import JobThread
 from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 
 _log = logger(__name__)
@@ -31,8 +34,9 @@ ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
 """Offset of the ids in a copy's host memory: the stop word before them has its own cache line."""
-_FEWEST_PAIRS = 8192
-"""Of the buffers that are made before the first copy: a longer one has to allocate its own."""
+_PREPARED_PAIRS = 8192
+_PREPARED = 3
+"""Copies that may be under way at a time, and pairs of each, before a copy has to allocate."""
 
 
 def copy_each(
@@ -52,9 +56,13 @@ class _CopyBuffers:
 
     def __init__(self, driver: Driver, pairs: int) -> None:
         self.pairs = pairs
-        self.event = driver.new_event()
-        self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
-        self.ids = driver.allocate(2 * pairs * ID_BYTES)
+        with ExitStack() as undone:
+            self.event = driver.new_event()
+            undone.callback(driver.free_event, self.event)
+            self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
+            undone.callback(driver.host_free, self.host)
+            self.ids = driver.allocate(2 * pairs * ID_BYTES)
+            undone.pop_all()
 
     def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
         """Write the ids and clear the stop word."""
@@ -71,9 +79,25 @@ class _CopyBuffers:
         return bool(self.host.view[0])
 
     def free(self, driver: Driver) -> None:
-        driver.free_event(self.event)
-        driver.host_free(self.host)
-        driver.free(self.ids)
+        """Each of them, even if another one cannot be freed."""
+        with ExitStack() as parts:
+            parts.callback(driver.host_free, self.host)
+            parts.callback(driver.free, self.ids)
+            parts.callback(driver.free_event, self.event)
+
+
+class LaunchedWork:
+    """What a stream had been given when this was made.  Any thread."""
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        """Raises CudaError."""
+        self._driver = driver
+        self.event = driver.new_event()
+        driver.record(self.event, stream)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, CudaError):  # it could not be made; the context has ended
+            self._driver.free_event(self.event)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,14 +108,16 @@ class CudaCopy:
     buffers: _CopyBuffers
     ended: Callable[[], None]
     state: CopyState = CopyState.PENDING
+    awaited: bool = False
+    """Whether a thread waits for the event, which must not be used for another copy then."""
 
     def poll(self) -> CopyState:
         if self.state is CopyState.PENDING:
             self.copies.finish_ended()
         return self.state
 
-    def wait(self) -> None:
-        self.copies.wait(self)
+    def when_ended(self, call: Callable[[], None]) -> None:
+        self.copies.when_ended(self, call)
 
     def cancel(self) -> None:
         self.copies.cancel(self)
@@ -109,14 +135,14 @@ class CopyStream:
         self._driver = driver
         self.compute = compute
         """The model's stream; the owner changes it when the model runs on another one."""
+        self._waiter = JobThread("kvshm-copies", driver.enter_thread)
+        """Waits for one event after the other: copies on one stream end in order."""
         self._programs = programs
         self._log_limit = RateLimit(time.monotonic)
         self._lock = threading.Lock()
         self._free: list[_CopyBuffers] = []
         self._pending: list[CudaCopy] = []
         self._closed = False
-        self._launched: Any = None
-        """Event behind what the model had launched when ``note_launched`` was called."""
         self.stream = driver.new_stream()
 
     def prepare(self, table: RegionTable) -> None:
@@ -125,36 +151,32 @@ class CopyStream:
         if table.route is Route.KERNEL:
             self._driver.prepare_kernel(table)
 
-    def prepare_buffers(self) -> None:
-        """Allocate what the first copy needs, before there are copies.  Blocks."""
-        self._free.append(_CopyBuffers(self._driver, _FEWEST_PAIRS))
-
-    def note_launched(self) -> None:
-        """From now on, copies that have to wait for the model wait for what it has launched until
-        now, and for nothing later.  On the thread that runs the model."""
-        event = self._launched or self._driver.new_event()
-        self._driver.record(event, self.compute)
-        self._launched = event
+    def prepare_buffers(self, copies: int = _PREPARED) -> None:
+        """Allocate what so many copies need, before there are copies.  Blocks."""
+        for _ in range(copies):
+            self._free.append(_CopyBuffers(self._driver, _PREPARED_PAIRS))
 
     def begin(
         self, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
-        ended: Callable[[], None], late_writers: bool = True,
+        ended: Callable[[], None], late_writers: bool = True, after: LaunchedWork | None = None,
     ) -> CudaCopy:  # fmt: skip
         """Enqueue a copy; ``ended`` is called once, when the copy reads and writes nothing any
-        more.  ``late_writers``: see Transport.  Raises TransportError (also CudaError); nothing of
+        more.  ``late_writers``: see Transport; with ``after`` the copy waits for that work, without
+        it for all that the model has launched.  Raises TransportError (also CudaError); nothing of
         the copy runs then, or will."""
         if len(source) * len(table.rows) * table.chunks >= MAX_TILES:
             raise TransportError(f"{len(source)} blocks are too many for one copy")
+        buffers = self._take_buffers(len(source))
         with self._lock:
             if self._closed:
+                buffers.free(self._driver)
                 raise TransportError("the transport is closed")
-            buffers = self._take_buffers(len(source))
             copy = CudaCopy(self, buffers, ended)
             try:
                 buffers.fill(source, target)
                 if source:
                     if late_writers:
-                        self._wait_for_model()
+                        self._wait_for_model(after)
                     self._enqueue(table, buffers, source, target)
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
@@ -163,22 +185,18 @@ class CopyStream:
             self._pending.append(copy)
         return copy
 
-    def _wait_for_model(self) -> None:
-        if self._launched is None:
+    def _wait_for_model(self, after: LaunchedWork | None) -> None:
+        if after is None:
             self._driver.wait(self.stream, self.compute)
         else:
-            self._driver.wait_event(self.stream, self._launched)
+            self._driver.wait_event(self.stream, after.event)
 
     def _end_begun(self, buffers: _CopyBuffers) -> None:
         """A copy could not be begun: wait for the part of it that was enqueued, since whoever gets
         the error gives its blocks away."""
         buffers.stop()
-        try:
+        with suppress(CudaError):  # after which nothing runs here any more, and no buffers are used
             self._driver.synchronize(self.stream)
-        except CudaError as exc:
-            # Nothing runs in this context any more, and its memory is not used again.
-            _log.debug("the copy stream has ended: %s", exc)
-        else:
             self._free.append(buffers)
 
     def _enqueue(
@@ -198,10 +216,11 @@ class CopyStream:
             driver.copy_kernel(table, buffers.ids, host.address, len(source), stream, programs)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
-        for index, buffers in enumerate(self._free):
-            if buffers.pairs >= pairs:
-                return self._free.pop(index)
-        return _CopyBuffers(self._driver, max(_FEWEST_PAIRS, 1 << (pairs - 1).bit_length()))
+        with self._lock:
+            for index, buffers in enumerate(self._free):
+                if buffers.pairs >= pairs:
+                    return self._free.pop(index)
+        return _CopyBuffers(self._driver, max(_PREPARED_PAIRS, 1 << (pairs - 1).bit_length()))
 
     def finish_ended(self) -> None:
         """Set the state of the copies that have ended, and call their ``ended``."""
@@ -216,7 +235,8 @@ class CopyStream:
             if not self._driver.done(copy.buffers.event):
                 return False
             copy.state = CopyState.FAILED if copy.buffers.stopped else CopyState.DONE
-            self._free.append(copy.buffers)
+            if not copy.awaited:
+                self._free.append(copy.buffers)
         except CudaError as exc:
             # Such an error ends the whole context: nothing runs in it any more.
             if self._log_limit.allows("copy"):
@@ -224,10 +244,26 @@ class CopyStream:
             copy.state = CopyState.FAILED
         return True
 
-    def wait(self, copy: CudaCopy) -> None:
-        """Block until the GPU has done a copy; other threads run meanwhile.  Raises CudaError."""
-        if copy.state is CopyState.PENDING:
+    def when_ended(self, copy: CudaCopy, call: Callable[[], None]) -> None:
+        """Have ``call`` called on another thread once a copy has ended, or here if it has.  Once
+        for each copy.  Raises TransportError if no thread can be started."""
+        with self._lock:
+            pending = copy.state is CopyState.PENDING
+            if pending:
+                self._waiter.submit(partial(self._wait, copy, call))
+                copy.awaited = True
+        if not pending:
+            call()
+
+    def _wait(self, copy: CudaCopy, call: Callable[[], None]) -> None:
+        with suppress(CudaError):  # who polls it finds out
             self._driver.synchronize_event(copy.buffers.event)
+        self.finish_ended()
+        with self._lock:
+            copy.awaited = False
+            if copy.state is not CopyState.PENDING:
+                self._free.append(copy.buffers)
+        call()
 
     def cancel(self, copy: CudaCopy) -> None:
         """A kernel that has not begun will copy nothing; a running kernel continues."""
@@ -257,12 +293,12 @@ class CopyStream:
         for copy in pending:
             self.cancel(copy)
         self._finish_all()
+        self._waiter.close()  # then nobody waits for an event that is freed
         try:
-            for buffers in self._free:  # no copy takes or returns buffers any more
-                buffers.free(self._driver)
-            if self._launched is not None:
-                self._driver.free_event(self._launched)
-            self._driver.free_stream(self.stream)
+            with ExitStack() as parts:
+                parts.callback(self._driver.free_stream, self.stream)
+                for buffers in self._free:  # no copy takes or returns buffers any more
+                    parts.callback(buffers.free, self._driver)
         except CudaError as exc:
             _log.warning("memory of the copy stream is not freed: %s", exc)
 

@@ -59,7 +59,7 @@ class Launcher:
     def _load(self, word: int) -> int:
         try:
             from .kernel import WARPS, compile_for
-        except ImportError as exc:
+        except Exception as exc:  # any, of triton's own start
             raise CudaError("triton", f"the copy kernel cannot be compiled: {exc}") from exc
         compiled = compile_for(self._capability(), word)
         self._threads = 32 * WARPS

@@ -34,7 +34,16 @@ class Prober:
         self._lock = threading.Lock()
         self._chosen: dict[tuple[str, int], Route] = {}
         self.stream = driver.new_stream()
-        self._copies = CopyStream(driver, self.stream, programs)
+        try:
+            self._copies = CopyStream(driver, self.stream, programs)
+        except BaseException:
+            driver.free_stream(self.stream)
+            raise
+
+    def prepare(self) -> None:
+        """See CopyStream: what reading a probe needs."""
+        self._copies.prepare(RegionTable((RegionRow(0, 0, 0, 0, PROBE_BYTES),), 0))
+        self._copies.prepare_buffers(1)
 
     def read(self, probe: int, route: Route, checksum: int) -> int:
         """Copy a peer's probe by the route of its blocks; return the epoch that the peer serves.
@@ -100,6 +109,7 @@ class Prober:
             return math.inf
 
     def close(self) -> None:
+        """Raises CudaError."""
         self._copies.close()
         self._driver.free_stream(self.stream)
 

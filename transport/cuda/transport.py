@@ -30,7 +30,7 @@ from ..jobs import JobThread
 from ..own_cache import OwnCache
 from ..regions import check_blocks, count_blocks
 from .checksum import block_checksums
-from .copy_stream import PROGRAMS, CopyStream, CudaCopy
+from .copy_stream import PROGRAMS, CopyStream, CudaCopy, LaunchedWork
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
 from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
 from .mappings import PeerMapping, PeerMappings
@@ -65,7 +65,7 @@ class CudaAttachment:
 
     def begin_copy(
         self, source: Sequence[BlockId], target: Sequence[BlockId],
-        keep_going: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None, after: LaunchedWork | None = None,
     ) -> CudaCopy:  # fmt: skip
         own = self._own
         blocks = own.blocks_to_read(source, self._num_blocks, target)
@@ -75,7 +75,7 @@ class CudaAttachment:
             self._users += 1
         try:
             return own.copy_stream.begin(
-                self._table, blocks, target, self._drop_user, own.late_writers
+                self._table, blocks, target, self._drop_user, own.late_writers, after
             )
         except BaseException:
             self._drop_user()
@@ -136,23 +136,24 @@ class CudaIpcTransport(OwnCache):
         super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
-        self.copy_stream = CopyStream(self.driver, self.driver.compute_stream(), programs)
+        with ExitStack() as undone:
+            self.copy_stream = CopyStream(self.driver, self.driver.compute_stream(), programs)
+            undone.callback(self.copy_stream.close)
+            self._prober = Prober(self.driver, programs)
+            undone.callback(self._prober.close)
+            self._fence = self.driver.new_event()
+            undone.callback(self.driver.free_event, self._fence)
+            self._prepare_copies()
+            undone.pop_all()
         self._socket_path = str(socket_path)
         self.mappings = PeerMappings(self.driver, self._socket_path)
-        self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
         self._closer = JobThread("kvshm-unmap", self.driver.enter_thread)
         self._probe: Probe | None = None
         self._server: DescriptorServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
-        self._fence = self.driver.new_event()
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
-        try:
-            self._prepare_copies()
-        except BaseException:
-            self.close()
-            raise
 
     def _prepare_copies(self) -> None:
         """Before the engine serves: to load a kernel may wait for all that the GPU does.  A peer's
@@ -160,6 +161,7 @@ class CudaIpcTransport(OwnCache):
         rows = tuple(self._row(region, 0, region) for region in self.regions)
         self.copy_stream.prepare(RegionTable(rows, 0))
         self.copy_stream.prepare_buffers()
+        self._prober.prepare()
 
     def _row(self, mine: Region, base: int, theirs: Region) -> RegionRow:
         """The copy of a peer's region, of its memory at ``base``, onto an own one."""
@@ -329,11 +331,10 @@ class CudaIpcTransport(OwnCache):
         """Prepare the calling thread, which is kvshm's own: its calls cost less then."""
         self.driver.enter_thread()
 
-    def note_launched(self) -> None:
-        """See ``kvshm.interfaces.load_transport``."""
-        self.copy_stream.compute = self.driver.compute_stream()
-        if self.late_writers:
-            self.copy_stream.note_launched()
+    def note_launched(self) -> LaunchedWork | None:
+        """See ``kvshm.interfaces.load_transport``.  Raises CudaError."""
+        stream = self.copy_stream.compute
+        return LaunchedWork(self.driver, stream) if self.late_writers else None
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""

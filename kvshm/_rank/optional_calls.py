@@ -1,0 +1,29 @@
+"""Methods of a transport besides those of Transport (kvshm.interfaces.load_transport)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvshm._ground.log import logger
+
+log = logger(__name__)
+
+
+class Called(NamedTuple):
+    """How a call went."""
+
+    worked: bool
+    result: Any = None
+
+
+def call_optional(owner: object, name: str, *arguments: object) -> Called:
+    """Call a method of a transport, or of its copies, that it need not have.  Never raises: nothing
+    that depends on such a method is needed for a load."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return Called(worked=False)
+    try:
+        return Called(worked=True, result=method(*arguments))
+    except Exception:  # any, of a transport: it does without
+        log.debug("%s of the transport failed", name, exc_info=True)
+        return Called(worked=False)
