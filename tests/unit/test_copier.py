@@ -15,6 +15,7 @@ from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState, Region
 from kvshm.transport import copier as copier_module
 from kvshm.transport.copier import BlockCopy, Copier, CopyPlan
+from kvshm.transport.jobs import JobThread
 from kvshm.transport.posix_shm import PosixShmTransport
 
 PATIENCE = 60.0
