@@ -43,8 +43,8 @@ from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
+from .cuda_workers import DeviceBuffer
 from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, vllm_config
-from .test_cuda_worker import DeviceBuffer
 from .tiny_config import cache_config, spec
 
 BLOCKS = 64
