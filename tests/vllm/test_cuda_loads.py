@@ -25,6 +25,12 @@ from ..doubles.cuda_fake import FakeDriver
 from .cuda_workers import Make, Played, finished, load_of, until
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load thread that is not woken looks at nothing for a minute."""
+    monkeypatch.setattr(rank_half, "TIDY_SECONDS", 60.0)
+
+
 def test_a_load_waits_for_its_copy_without_polling(
     cuda_worker: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

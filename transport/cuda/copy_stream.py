@@ -258,7 +258,6 @@ class CopyStream:
     def _wait(self, copy: CudaCopy, call: Callable[[], None]) -> None:
         with suppress(CudaError):  # who polls it finds out
             self._driver.synchronize_event(copy.buffers.event)
-        self.finish_ended()
         with self._lock:
             copy.awaited = False
             if copy.state is not CopyState.PENDING:
