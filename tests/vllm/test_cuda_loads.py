@@ -79,6 +79,7 @@ def test_a_load_ends_though_nothing_can_wait_for_its_copy(
     with importer.driver.hold(transport.copy_stream.stream):
         importer.side.begin_loads(metadata)
         until(lambda: transport.copy_stream.stream.owner.work)
+        until(lambda: importer.rank._begun["request"].polled)  # and is from now on
     until(lambda: "request" in finished(importer.side))
     assert importer.side.take_bad() == set()
 
