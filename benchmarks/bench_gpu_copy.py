@@ -63,6 +63,7 @@ def prepare(exporter: GpuPeer, fragment: int, total: int, **options: Any) -> Cac
     exporter.call("make", seed=1, **shape)
     cache = Cache(0)
     cache.make(seed=2, **shape, **options)
+    cache.transport.late_writers = False  # as without a drafter: no copy waits for a step
     cache.attach(exporter.call("export", epoch=1))
     return cache
 

@@ -93,6 +93,8 @@ def experiment(variables: dict[str, str], killed: str) -> int:
         try:
             wrong = share(exporter, importer)
             servers = said({**os.environ, **variables}, "get_server_list")
+            for _ in range(COPIES):
+                importer.call("begin", **LISTS)
             if killed in peers:
                 peers.pop(killed).kill()
             found = {name: state(peer) for name, peer in peers.items()}
@@ -105,15 +107,13 @@ def experiment(variables: dict[str, str], killed: str) -> int:
 
 
 def share(exporter: GpuPeer, importer: GpuPeer) -> int:
-    """Copy and compare, then have both at work; how many bytes were wrong."""
+    """Copy and compare, then have the exporter at work; how many bytes were wrong."""
     exporter.call("make", seed=1, **SHAPE)
     importer.call("make", seed=2, **SHAPE)
     importer.call("attach", descriptor=exporter.call("export", epoch=1))
     importer.call("copy", **LISTS)
     wrong = int(importer.call("wrong", own=2, peer=1, peer_blocks=len(BLOCKS), **LISTS))
     exporter.call("burn", on=True)
-    for _ in range(COPIES):
-        importer.call("begin", **LISTS)
     return wrong
 
 

@@ -68,7 +68,8 @@ class Results:
 
 def main() -> int:
     options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending the step
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # not without ending the step
     failed = []
     for part, steps in chosen(options.parts):
         patient = [step._replace(limit=step.limit * options.patience) for step in steps]

@@ -29,6 +29,8 @@ SCHEDULED_AND_ANSWERED = 2
 """Steps of a request that waits for nothing: with asynchronous scheduling its own, and the next,
 during which its output arrives."""
 STREAM_TOKENS = 200
+STREAM_NUMBER = 1 << 30
+"""Of the first of their prompts: no other has it.  -1 would draw the same tokens as 1."""
 STEPS_FILE = "COUNTED_STEPS"
 """Of counted_steps_connector.py, whose import would load vLLM."""
 WAITING = "importer_load_at_once"
@@ -158,7 +160,7 @@ class Streams:
         self._running = [self._pool.submit(self._decode, number) for number in range(count)]
 
     def _decode(self, number: int) -> list[tuple[float, ...]]:
-        prompt, found = tokens_of(-1 - number, 40), []
+        prompt, found = tokens_of(STREAM_NUMBER + number, 40), []
         while not self._ended.is_set():
             found.append(self._engine.complete(prompt, max_tokens=STREAM_TOKENS).arrivals)
         return found

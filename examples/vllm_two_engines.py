@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -101,6 +102,7 @@ def model_of(options: argparse.Namespace) -> Iterator[str]:
 def outcome(options: argparse.Namespace, model: str, environment: dict[str, str]) -> Outcome:
     """Send all prompts to the first engine, then to the second; then compare some answers."""
     with Node(environment) as node:
+        end_with_this(node)
         node.start_coordinator()
         a, b = node.start_engines(*(spec(options, model, i) for i in range(2)))
         prompts = list(prompts_of(options))
@@ -111,6 +113,17 @@ def outcome(options: argparse.Namespace, model: str, environment: dict[str, str]
         second = run(b, prompts, options)
         equal = list(comparisons(a, b, options)) if environment["KVSHM_ENABLE"] == "1" else []
         return Outcome(first, second, equal)
+
+
+def end_with_this(node: Node) -> None:
+    """Let SIGTERM, as of a time limit, end all engines at once, which would keep the GPU."""
+
+    def ended(*_: object) -> None:
+        for engine in node.engines:
+            engine.signal(signal.SIGKILL)
+        sys.exit("ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, ended)
 
 
 def comparisons(a: Engine, b: Engine, options: argparse.Namespace) -> Iterator[bool]:

@@ -8,7 +8,7 @@
 
 GPU_VLLM_SITE := dist/gpu-vllm-site
 GPU_VLLM_PATH = $(CURDIR):$(CURDIR)/examples:$(CURDIR)/$(GPU_VLLM_SITE):$(CURDIR)/dist/gpu-site
-GPU_VLLM_PYTHON = PYTHONPATH=$(GPU_VLLM_PATH) timeout --kill-after=30 440 $(GPU_PYTHON)
+GPU_VLLM_PYTHON = PYTHONPATH="$(GPU_VLLM_PATH)" timeout --kill-after=30 440 $(GPU_PYTHON)
 GPU_VLLM_RUN = $(GPU_VLLM_PYTHON) benchmarks/gpu_vllm_runs.py --device cuda
 GPU_VLLM_RUNS := gpu-vllm-equal gpu-vllm-equal-graphs gpu-vllm-killed gpu-vllm-first-tokens \
 	gpu-vllm-steps gpu-vllm-beside gpu-vllm-two-engines

@@ -11,7 +11,6 @@ GPU_WHEELS := pyzmq msgspec xxhash pytest pytest-timeout
 GPU_SUITE := $(GPU_PYTHON) benchmarks/gpu_suite.py
 GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namespaces stalls \
 	import-times copy-rates copy-ways
-GPU_RESULTS := KVSHM_GPU_RESULTS=$(or $(KVSHM_GPU_RESULTS),gpu-results)
 
 .PHONY: gpu-wheels gpu-prepare gpu-ready verify-gpu test-gpu bench-gpu rehearse-gpu \
 	gpu-parts gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
@@ -27,13 +26,15 @@ gpu-prepare: gpu-wheels gpu-vllm-bundle ## have everything ready for a GPU machi
 gpu-ready:
 	$(GPU_PYTHON) benchmarks/gpu_ready.py
 
+# For the runs of vLLM, too.
+verify-gpu gpu-parts: export KVSHM_GPU_RESULTS := $(or $(KVSHM_GPU_RESULTS),gpu-results)
 verify-gpu: ## all of these on a GPU machine, whatever fails; results in the folder gpu-results
 	@$(MAKE) --no-print-directory --keep-going gpu-parts \
 		$(shell { test -d dist/gpu-vllm || $(GPU_PYTHON) -c 'import vllm'; } 2>/dev/null \
 		&& echo verify-gpu-vllm)
 
 gpu-parts:
-	$(GPU_RESULTS) $(GPU_SUITE) a b c d
+	$(GPU_SUITE) a b c d
 gpu-a: ## round trip, driver, conformance, every byte: plain memory and VMM memory
 	$(GPU_SUITE) a
 gpu-b: ## deaths, demos, imports beside decoding, stalls while memory is attached
