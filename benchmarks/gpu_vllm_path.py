@@ -1,0 +1,30 @@
+"""Importing this lets gpu_vllm_runs.py, and the engines that it starts, find all that they need:
+the tree, its examples, and what was put together for this machine.  PYTHONPATH comes behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def folders(root: Path, *, has_vllm: bool) -> list[str]:
+    """Return the folders of a tree to import from; the parts of vLLM only if this Python has no
+    vLLM of its own."""
+    sites = ["gpu-site"] if has_vllm else ["gpu-vllm-site", "gpu-site"]
+    there = [site for name in sites if (site := root / "dist" / name).is_dir()]
+    return list(map(str, [root, root / "examples", *there]))
+
+
+def put_first(found: Sequence[str]) -> None:
+    """Let this process, and those that it starts, import from these folders first."""
+    before = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*found, *before]))
+    sys.path[:] = dict.fromkeys([*found, *sys.path])
+
+
+put_first(folders(ROOT, has_vllm=find_spec("vllm") is not None))
