@@ -45,7 +45,8 @@ def end_in_time(limit_s: float, nodes: Sequence[Node]) -> None:
         sys.exit(status)
 
     for number in ENDED_BY:
-        signal.signal(number, ended)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, ended)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 

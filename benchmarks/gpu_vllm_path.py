@@ -1,5 +1,5 @@
-"""Importing this lets gpu_vllm_runs.py, and the engines that it starts, find all that they need:
-the tree, its examples, and what was put together for this machine.  PYTHONPATH comes behind."""
+"""Where gpu_vllm_runs.py, and the engines that it starts, find all that they need: in the tree, in
+its examples, and in what was put together for this machine.  PYTHONPATH comes behind."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def folders(root: Path, *, has_vllm: bool) -> list[str]:
     return list(map(str, [root, root / "examples", *there]))
 
 
+def find_all() -> None:
+    """Let this process, and those that it starts, import what a run needs."""
+    put_first(folders(ROOT, has_vllm=find_spec("vllm") is not None))
+
+
 def put_first(found: Sequence[str]) -> None:
     """Let this process, and those that it starts, import from these folders first."""
     before = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*found, *before]))
     sys.path[:] = dict.fromkeys([*found, *sys.path])
-
-
-put_first(folders(ROOT, has_vllm=find_spec("vllm") is not None))

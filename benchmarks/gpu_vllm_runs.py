@@ -27,7 +27,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import gpu_vllm_path  # noqa: F401  # first: it is what finds the others' imports
+import gpu_vllm_path
+
+gpu_vllm_path.find_all()
+
+# Only now are there the modules that these import.
+# ruff: noqa: E402
 from gpu_vllm_answers import equal, killed
 from gpu_vllm_limits import end_in_time
 from gpu_vllm_pair import SHAPES, TINY, try_results_folder
