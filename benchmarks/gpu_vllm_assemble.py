@@ -128,9 +128,11 @@ def assemble(folder: Path, manifest: Manifest, target: Path) -> None:
 
 
 def take_native_module(target: Path) -> None:
-    """Copy kvshm's native module into the tree, whose Python is what is run."""
+    """Copy kvshm's native module into the tree, whose Python is what is run, unless it has it."""
     for module in (target / "kvshm").glob("_native*.so"):
-        shutil.copy(module, ROOT / "kvshm" / module.name)
+        own = ROOT / "kvshm" / module.name
+        if not own.is_file() or sha256_of(own) != sha256_of(module):
+            shutil.copy(module, own)
 
 
 def tried(target: Path) -> None:

@@ -10,6 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_VLLM = (
+    "vLLM is neither in this Python nor in dist/gpu-vllm-site, where "
+    "benchmarks/gpu_vllm_assemble.py puts it together"
+)
 
 
 def folders(root: Path, *, has_vllm: bool) -> list[str]:
@@ -21,8 +25,12 @@ def folders(root: Path, *, has_vllm: bool) -> list[str]:
 
 
 def find_all() -> None:
-    """Let this process, and those that it starts, import what a run needs."""
+    """Let this process, and those that it starts, import what a run needs.  Ends it with 2 if vLLM
+    is nowhere."""
     put_first(folders(ROOT, has_vllm=find_spec("vllm") is not None))
+    if find_spec("vllm") is None:
+        print(NO_VLLM, file=sys.stderr)
+        sys.exit(2)
 
 
 def put_first(found: Sequence[str]) -> None:
