@@ -2,8 +2,9 @@
 its path.
 
 A line of JSON per request goes to the file COUNTED_STEPS when its first tokens are scheduled:
-``waited``, the number of steps built since the connector was first asked about the request, and
-``imported``, how many of its tokens were loaded from elsewhere.
+``waited``, the number of steps built since the connector was first asked about the request;
+``prompt``, how many tokens it has; ``hit``, how many of them vLLM found in its own cache; and
+``imported``, how many were loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class CountedStepsConnector(KvshmConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._built = 0
-        self._asked: dict[str, int] = {}
+        self._asked: dict[str, dict[str, int]] = {}
         self._imported: dict[str, int] = {}
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """Note when a request is asked about for the first time."""
-        self._asked.setdefault(request.request_id, self._built)
+        found = {"prompt": request.num_prompt_tokens, "hit": num_computed_tokens}
+        self._asked.setdefault(request.request_id, {"waited": self._built, **found})
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -43,8 +45,9 @@ class CountedStepsConnector(KvshmConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Count a step, and write of each request whose first tokens are in it."""
         for request in set(self._asked) & set(scheduler_output.num_scheduled_tokens):
-            waited = self._built - self._asked.pop(request)
-            line = {"waited": waited, "imported": self._imported.pop(request, 0)}
+            line = self._asked.pop(request)
+            line["waited"] = self._built - line["waited"]
+            line["imported"] = self._imported.pop(request, 0)
             with Path(os.environ[FILE]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self._built += 1

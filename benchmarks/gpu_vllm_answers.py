@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from completions import Result
 from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, tokens_of
+from gpu_vllm_tally import FEWEST_ROUNDS, judged
 from local_node import wait_until
 from sharing_node import observe
 
@@ -30,7 +31,7 @@ def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
     """Whether answers after imports equal those after local hits in every bit, in turn with either
     engine as the exporter.  One request at a time: else batches change how results are rounded."""
     wrong: list[str] = []
-    prompts = blocks = agreed = 0
+    prompts = blocks = agreed = not_hit = 0
     with pair(options, CHECKED, graphs=graphs) as both:
         for number in rounds(options):
             drawn = random.Random(number)
@@ -42,20 +43,29 @@ def equal(options: argparse.Namespace, *, graphs: bool) -> bool:
             computed = both.let_compute(prompt)
             with observe(both.node, both.importer) as seen:
                 imported = both.importer.complete(prompt)
-            hits = [both.exporter.complete(prompt), both.importer.complete(prompt)]
+            hits = []
+            for engine in (both.exporter, both.importer):
+                answer, missed = both.let_hit(engine, prompt)
+                hits.append(answer)
+                if missed:
+                    not_hit += 1
+                    wrong.append(f"prompt {number}: {engine.spec.name} missed {missed} tokens")
             prompts += 1
             blocks += seen.imported_blocks
             agreed += computed.tokens == imported.tokens
             wrong += [f"prompt {number}: {fault}" for fault in faults_of(imported, hits)]
-            if seen.tokens.imported != both.shared_tokens(len(prompt) - 1):
-                wrong.append(f"prompt {number}: {seen.tokens.imported} tokens were imported")
+            if seen.tokens.imported != (expected := both.cached_tokens(prompt)):
+                found = f"{seen.tokens.imported} of {expected} tokens"
+                wrong.append(f"prompt {number}: {found} were imported")
             if seen.mismatched:
                 wrong.append(f"prompt {number}: {seen.mismatched} blocks were copied wrongly")
+    if prompts < FEWEST_ROUNDS:
+        wrong.append(f"{prompts} prompts, and {FEWEST_ROUNDS} are needed: one in each direction")
     result(
-        options, "equal-graphs" if graphs else "equal", prompts=prompts,
-        imported_blocks=blocks, wrong=wrong, same_tokens_as_computed=agreed,
+        options, "equal-graphs" if graphs else "equal", prompts=prompts, imported_blocks=blocks,
+        not_hit=not_hit, wrong=wrong, same_tokens_as_computed=agreed,
     )  # fmt: skip
-    return prompts > 0 and not wrong
+    return judged(wrong)
 
 
 def faults_of(imported: Result, hits: Sequence[Result]) -> Iterator[str]:
@@ -74,7 +84,10 @@ def killed(options: argparse.Namespace) -> bool:
         known = [tokens_of(number, options.max_tokens // 2) for number in range(1, 1 + REFERENCES)]
         for prompt in known:
             both.let_compute(prompt)
-        answers = [both.exporter.complete(prompt) for prompt in known]
+        hits = [both.let_hit(both.exporter, prompt) for prompt in known]
+        answers = [answer for answer, _ in hits]
+        missed = sum(missed for _, missed in hits)
+        found["references_are_hits"] = {"right": not missed, "tokens_not_hit": missed}
         found["importer"] = importer_killed(options, both, pool)
         found["exporter_answers_as_before"] = answers == list(map(both.exporter.complete, known))
         (again,) = both.node.start_engines(both.importer.spec)
@@ -84,7 +97,7 @@ def killed(options: argparse.Namespace) -> bool:
         found["exporter"] = exporter_killed(options, both, pool)
         found["importer_answers_as_before"] = answers == list(map(again.complete, known))
     result(options, "killed", **found)
-    return all(good(value) for value in found.values())
+    return judged([f"{name}: {value}" for name, value in found.items() if not good(value)])
 
 
 def good(value: object) -> bool:
@@ -101,6 +114,8 @@ class Caught:
     """On the exporter's blocks."""
     answers: Mapping[str, Result]
     """The exporter's to the same prompt, computed and hit."""
+    not_hit: int
+    """Tokens that the exporter's hit did not hit, of all attempts."""
     answer: Future[Result]
     """The importer's, to come."""
     counted: Mapping[str, int]
@@ -124,7 +139,8 @@ def importer_killed(
     left = len(both.node.leased(both.exporter))
     died = found.answer.exception() is not None
     return {
-        "right": died and not left, "attempts": found.attempt, "leases_at_its_death": found.leases,
+        "right": died and not left and not found.not_hit, "attempts": found.attempt,
+        "tokens_not_hit": found.not_hit, "leases_at_its_death": found.leases,
         "swept_after_s": round(time.monotonic() - begun, 2), "left": left,
     }  # fmt: skip
 
@@ -145,8 +161,9 @@ def exporter_killed(
     shares = {name: answer.agreement(other) for name, other in found.answers.items()}
     names = ("loads_done", "loads_failed", "recheck_failed", "discarded", "mismatched")
     return {
-        "right": 1.0 in shares.values() and after["mismatched"] == 0,
-        "attempts": found.attempt, "leases_at_its_death": found.leases,
+        "right": 1.0 in shares.values() and after["mismatched"] == 0 and not found.not_hit,
+        "attempts": found.attempt, "tokens_not_hit": found.not_hit,
+        "leases_at_its_death": found.leases,
         "equal_in_every_bit_to": [n for n, other in found.answers.items() if answer == other],
         "tokens_agree": shares, **{name: after[name] - found.counted[name] for name in names},
     }  # fmt: skip
@@ -155,9 +172,13 @@ def exporter_killed(
 def caught(options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor, first: int) -> Caught:
     """Stop the importer with SIGSTOP while it holds leases on the exporter's blocks.  TimeoutError
     if no attempt catches it so."""
+    not_hit = 0
     for attempt in range(1, ATTEMPTS + 1):
         prompt = tokens_of(first + attempt, options.max_tokens - TAIL_TOKENS - 16)
-        answers = {"computed": both.let_compute(prompt), "hit": both.exporter.complete(prompt)}
+        computed = both.let_compute(prompt)
+        hit, missed = both.let_hit(both.exporter, prompt)
+        answers = {"computed": computed, "hit": hit}
+        not_hit += missed
         counted = both.node.counted(both.importer)
         # Opened before: a stopped engine hands nothing out.
         with (
@@ -168,7 +189,7 @@ def caught(options: argparse.Namespace, both: Pair, pool: ThreadPoolExecutor, fi
             if until_leased(own, counted[LEASES_TAKEN.label], answer):
                 both.importer.signal(signal.SIGSTOP)
                 if leases := sum(bool(slot.leases) for slot in other.slots()):
-                    return Caught(attempt, leases, answers, answer, counted)
+                    return Caught(attempt, leases, answers, not_hit, answer, counted)
                 both.importer.signal(signal.SIGCONT)
         answer.result()
     raise TimeoutError(f"none of {ATTEMPTS} imports could be caught under way")

@@ -30,6 +30,7 @@ from gpu_vllm_parts import MANIFEST, BundleError, Manifest, faults, sha256_of, u
 ROOT = Path(__file__).parent.parent
 TRIAL = Path(__file__).with_name("gpu_vllm_trial.py")
 TRIAL_TIMEOUT_S = 300
+MADE_FOR = ("python", "machine", "glibc", "native", "torch", "cuda")
 DONE = "complete.json"
 """In the target folder: the manifest of what was put together there."""
 
@@ -46,7 +47,7 @@ def main() -> int:
             print(f"put together after {took:.0f} s: {options.target}", flush=True)
         if not options.no_trial:
             tried(options.target)
-    except BundleError as exc:
+    except (BundleError, OSError) as exc:
         print(f"gpu-vllm-ready: {exc}", file=sys.stderr)
         return 1
     return 0
@@ -68,6 +69,9 @@ def refuse(reasons: list[str]) -> None:
 
 def misfits(made_for: Mapping[str, str]) -> Iterator[str]:
     """Yield what of this machine, or of this tree, the bundle was not made for."""
+    if unsaid := [name for name in MADE_FOR if not isinstance(made_for.get(name), str)]:
+        yield f"{MANIFEST} does not say what the bundle is for: {', '.join(unsaid)}"
+        return
     python = ".".join(map(str, sys.version_info[:2]))
     if python != made_for["python"]:
         yield f"the bundle is for Python {made_for['python']}, and this is {python}"
@@ -124,9 +128,11 @@ def assemble(folder: Path, manifest: Manifest, target: Path) -> None:
 
 
 def take_native_module(target: Path) -> None:
-    """Copy kvshm's native module into the tree, whose Python is what is run."""
+    """Copy kvshm's native module into the tree, whose Python is what is run, unless it has it."""
     for module in (target / "kvshm").glob("_native*.so"):
-        shutil.copy(module, ROOT / "kvshm" / module.name)
+        own = ROOT / "kvshm" / module.name
+        if not own.is_file() or sha256_of(own) != sha256_of(module):
+            shutil.copy(module, own)
 
 
 def tried(target: Path) -> None:

@@ -11,15 +11,16 @@ import io
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from completions import Result
+from gpu_vllm_limits import Watcher
 from local_node import Engine, EngineSpec
 from measurement import percentiles, report
 from sharing_node import SharingNode
@@ -32,9 +33,11 @@ BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 VOCABULARY = 1300
 """Token ids that prompts are drawn from; the tokenizer knows a few more."""
 TAIL_TOKENS = 24
-"""Of a prompt, behind the prefix that is shared; no block is completed."""
+"""Of a prompt, behind the prefix whose length is stated.  They may complete another block, which is
+imported and hit as well; a prompt's last token never is."""
 KEPT_LINES = 500
 """Of an engine's log, when it has ended."""
+ENGINES_LOG = "gpu-vllm-engines.log"
 GRAPHS: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     "cpu": {"cudagraph_mode": "NONE"},
@@ -55,6 +58,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Shapes of models without weights: of none that exists, of Qwen2.5-1.5B and of Llama-3-8B."""
+FAULT = "KVSHM_FAULT"
 TINY = "tiny"
 """A model with weights, whose answers depend on what stands in the KV cache."""
 
@@ -72,10 +76,22 @@ class Pair:
         """How many tokens of a prefix lie in whole blocks."""
         return tokens // self.block_tokens * self.block_tokens
 
-    def let_compute(self, prompt: Sequence[int], **options: Any) -> Any:
+    def cached_tokens(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt can be imported or hit: vLLM computes the last one."""
+        return self.shared_tokens(len(prompt) - 1)
+
+    def let_compute(self, prompt: Sequence[int], **options: Any) -> Result:
         """Have the exporter answer a prompt, and wait until the importer knows its blocks."""
         with self.node.sharing(self.exporter, len(prompt) // self.block_tokens):
             return self.exporter.complete(prompt, **options)
+
+    def let_hit(self, engine: Engine, prompt: Sequence[int]) -> tuple[Result, int]:
+        """Have an engine answer from its own cache; returns also how many tokens it did not hit
+        that it should have, as vLLM counts them."""
+        before = engine.prompt_tokens()
+        answer = engine.complete(prompt)
+        seen = engine.prompt_tokens() - before
+        return answer, max(self.cached_tokens(prompt) - seen.local_hit, 0)
 
     def hook_ns(self, engine: Engine) -> dict[str, int]:
         """Nanoseconds that kvshm's hooks have taken of an engine so far, by hook."""
@@ -97,17 +113,19 @@ def pair(
     ``graphs``: decode in CUDA graphs; ``of_importer``: arguments and environment of that engine
     alone.  RuntimeError with the end of an engine's log if it does not serve.
     """
-    with SharingNode(environment) as node, logs_kept(node, options.run):
-        end_with_this(node)
+    environment, fault = faulty(environment or {})
+    with Watcher() as watcher, SharingNode(environment) as node, logs_kept(node, options.run):
+        node.on_start = watcher.add
+        options.nodes.append(node)
         model = model_of(options.shape, node.run_dir, options.max_tokens)
         node.start_coordinator()
         specs = [spec(options, model, number, graphs) for number in (0, 1)]
-        if of_importer:
-            specs[1] = replace(
-                specs[1],
-                arguments=(*specs[1].arguments, *of_importer["arguments"]),
-                environment={**specs[1].environment, **of_importer["environment"]},
-            )
+        alone = of_importer or {"arguments": (), "environment": {}}
+        specs[1] = replace(
+            specs[1],
+            arguments=(*specs[1].arguments, *alone["arguments"]),
+            environment={**specs[1].environment, **alone["environment"], **fault},
+        )
         exporter, importer = node.start_engines(*specs)
         node.wait_joined(exporter, importer)
         found = Pair(node, exporter, importer, BLOCK_TOKENS[options.device])
@@ -118,16 +136,13 @@ def pair(
         yield found
 
 
-def end_with_this(node: SharingNode) -> None:
-    """Let SIGTERM, as of a time limit, end this process and at once all engines, which would keep
-    the GPU's memory: whoever waits for an answer of theirs gets none."""
-
-    def ended(*_: object) -> None:
-        for engine in node.engines:
-            engine.signal(signal.SIGKILL)
-        sys.exit("ended by SIGTERM")
-
-    signal.signal(signal.SIGTERM, ended)
+def faulty(environment: Mapping[str, str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return the environment of both engines and what the importer's has besides: KVSHM_FAULT, if
+    that is set, with checking off, so that answers show what it does."""
+    if not (fault := os.environ.get(FAULT)):
+        return environment, {}
+    print(f"{FAULT}={fault}: the second engine imports wrongly on purpose", flush=True)
+    return {**environment, "KVSHM_VERIFY": "0"}, {FAULT: fault}
 
 
 @contextlib.contextmanager
@@ -137,7 +152,7 @@ def logs_kept(node: SharingNode, run: str) -> Iterator[None]:
         yield
     finally:
         if (folder := results_folder()) is not None:
-            with (folder / "gpu-vllm-engines.log").open("a") as file:
+            with (folder / ENGINES_LOG).open("a") as file:
                 for engine in node.engines:
                     file.write(f"== {run}: {engine!r}\n{engine.log_tail(KEPT_LINES)}\n")
 
@@ -148,6 +163,13 @@ def results_folder() -> Path | None:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder)
+
+
+def try_results_folder(run: str) -> None:
+    """Open for appending what the run will append to; OSError if that cannot be."""
+    if (folder := results_folder()) is not None:
+        for name in (ENGINES_LOG, f"gpu-vllm-{run}.jsonl"):
+            (folder / name).open("a").close()
 
 
 def spec(options: argparse.Namespace, model: Path, number: int, graphs: bool) -> EngineSpec:
@@ -211,7 +233,8 @@ def result(options: argparse.Namespace, run: str, **found: Any) -> None:
     """Print one line of JSON, and append it to a file of KVSHM_GPU_RESULTS if that is set."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        report(f"gpu-vllm {run}", card=card(options), shape=options.shape, **found)
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        report(f"gpu-vllm {run}", at=at, card=card(options), shape=options.shape, **found)
     print(printed.getvalue(), end="", flush=True)
     if (folder := results_folder()) is not None:
         with (folder / f"gpu-vllm-{run}.jsonl").open("a") as file:

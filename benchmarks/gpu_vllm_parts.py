@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -64,21 +64,32 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of the bundle in a folder; BundleError if there is none, or one of
-        another format."""
+        """Return the manifest of the bundle in a folder; BundleError if there is none that can be
+        read, or one of another format."""
         try:
             found = json.loads((folder / MANIFEST).read_text())
         except FileNotFoundError:
             raise BundleError(f"{folder} holds no bundle: {MANIFEST} is missing") from None
         except ValueError as exc:
             raise BundleError(f"{folder / MANIFEST} is damaged: {exc}") from None
-        if found.pop("format", None) != FORMAT:
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise BundleError(f"{folder / MANIFEST} is not of format {FORMAT}")
+        try:
+            return cls.of(found)
+        except (AttributeError, KeyError, TypeError) as exc:
+            raise BundleError(
+                f"{folder / MANIFEST} is damaged: {type(exc).__name__}: {exc}"
+            ) from None
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Manifest:
+        """Return the manifest that was written so; KeyError, TypeError or AttributeError if
+        something is missing or of another type."""
         archives = tuple(
             Archive(one["name"], one["key"], tuple(Part(**part) for part in one["parts"]))
             for one in found["archives"]
         )
-        return cls(found["made_for"], archives, found["contents"])
+        return cls(dict(found["made_for"].items()), archives, dict(found["contents"].items()))
 
 
 class PartWriter:

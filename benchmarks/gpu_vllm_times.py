@@ -8,21 +8,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from completions import Result
 from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, spread, tokens_of
+from gpu_vllm_tally import Tally, judged
 from local_node import Engine
 from sharing_node import observe
 
 GOAL_TOKENS, GOAL_MS = 10_000, 25.0
 """The first token of a prefix of so many tokens of an 8B's shape."""
-GOAL_RATIO = 1.1
-"""Of the exporter's p99 inter-token latency beside imports, to that beside none."""
+GOAL = {"p99_imports_over_hits": 1.1}
+"""What imports add to the exporter's p99 inter-token latency: hits have the same forward passes of
+the importer on the same GPU, and resting has none."""
 PLAYED_STEPS = {"at_once": 2, "asynchronous": 4}
 """On a played clock, from a request's arrival to its first token."""
 SCHEDULED_AND_ANSWERED = 2
@@ -51,36 +53,36 @@ class Times:
 def first_tokens(options: argparse.Namespace) -> bool:
     """Time to first token by length of the prefix, in turn computed, imported and hit."""
     times = {(tokens, way): Times() for tokens in options.lengths for way in WAYS}
-    not_imported = dict.fromkeys(options.lengths, 0)
+    tallies = {tokens: Tally() for tokens in options.lengths}
     number = 1
     with pair(options, graphs=True) as both:
         for _ in rounds(options):
             for tokens in options.lengths:
-                one = one_length(both, tokens_of(number, tokens + TAIL_TOKENS), tokens)
+                one = one_length(both, tokens_of(number, tokens + TAIL_TOKENS), tallies[tokens])
                 number += 1
-                if one is None:
-                    not_imported[tokens] += 1
-                    continue
                 for way, (client, engine) in one.items():
                     times[tokens, way].client.append(client)
                     times[tokens, way].engine.append(engine)
-    for tokens in options.lengths:
+    wrong = []
+    for tokens, tally in tallies.items():
         told = {way: of_way(times[tokens, way]) for way in WAYS}
-        result(options, "first-tokens", prefix_tokens=tokens, not_imported=not_imported[tokens],
+        faults = tally.faults(f"{tokens} tokens")
+        result(options, "first-tokens", prefix_tokens=tokens, **asdict(tally), wrong=faults,
                goal=f"{GOAL_TOKENS} tokens of 8b imported: {GOAL_MS} ms", **told)  # fmt: skip
-    return not any(not_imported.values())
+        wrong += faults
+    return judged(wrong)
 
 
-def one_length(
-    both: Pair, prompt: Sequence[int], tokens: int
-) -> dict[str, tuple[float, float]] | None:
-    """Measure one prompt all three ways: milliseconds at the client and in the engine.  None if
-    the importer did not import the whole prefix."""
+def one_length(both: Pair, prompt: Sequence[int], tally: Tally) -> dict[str, tuple[float, float]]:
+    """Measure one prompt all three ways: milliseconds at the client and in the engine.  Nothing if
+    the importer did not import all that it could, or then did not hit it."""
     found = {"computed": timed(both.exporter, lambda: both.let_compute(prompt, max_tokens=2))}
     with observe(both.node, both.importer) as seen:
         found["imported"] = timed(both.importer, lambda: ask(both.importer, prompt))
+    before = both.importer.prompt_tokens()
     found["local_hit"] = timed(both.importer, lambda: ask(both.importer, prompt))
-    return found if seen.tokens.imported >= both.shared_tokens(tokens) else None
+    hit = (both.importer.prompt_tokens() - before).local_hit
+    return found if tally.add(both.cached_tokens(prompt), seen.tokens.imported, hit) else {}
 
 
 def ask(engine: Engine, prompt: Sequence[int]) -> Result:
@@ -113,6 +115,7 @@ def steps(options: argparse.Namespace) -> bool:
     waited: dict[str, list[int]] = {kind: [] for kind in (*PLAYED_STEPS, "local_hit")}
     transfer = {"kv_connector": "CountedStepsConnector", "kv_role": "kv_both",
                 "kv_connector_module_path": "counted_steps_connector"}  # fmt: skip
+    tallies = {tokens: Tally() for tokens in options.lengths}
     written = options.scratch / "steps.jsonl"
     of_importer = {
         "arguments": ("--kv-transfer-config", json.dumps(transfer)),
@@ -126,17 +129,23 @@ def steps(options: argparse.Namespace) -> bool:
             known = len(lines_of(written))
             with observe(both.node, both.importer) as seen:
                 ask(both.importer, prompt)
-            imports = [one["waited"] for one in lines_of(written)[known:] if one["imported"]]
-            waited["at_once" if seen.loads_at_once else "asynchronous"] += imports
-            known = len(lines_of(written))
             ask(both.importer, prompt)
-            waited["local_hit"] += [one["waited"] for one in lines_of(written)[known:][:1]]
+            # The stream's own requests, which are shorter, write lines too.
+            lines = [one for one in lines_of(written)[known:] if one["prompt"] == len(prompt)]
+            imported, *_, hit = lines  # a load that failed is asked for again
+            tally, expected = tallies[tokens], both.cached_tokens(prompt)
+            if tally.add(expected, imported["imported"], hit["hit"]):
+                kind = "at_once" if seen.loads_at_once else "asynchronous"
+                waited[kind].append(imported["waited"])
+                waited["local_hit"].append(hit["waited"])
     taken = {
         kind: sorted(SCHEDULED_AND_ANSWERED + count for count in counts)
         for kind, counts in waited.items()
     }
-    result(options, "steps", steps_to_first_token=taken, on_a_played_clock=PLAYED_STEPS)
-    return any(taken[kind] for kind in PLAYED_STEPS)
+    wrong = [fault for tokens, one in tallies.items() for fault in one.faults(f"{tokens} tokens")]
+    result(options, "steps", steps_to_first_token=taken, on_a_played_clock=PLAYED_STEPS,
+           wrong=wrong)  # fmt: skip
+    return judged(wrong)
 
 
 def with_this() -> str:
@@ -170,6 +179,11 @@ class Streams:
         self._ended.set()
         return [arrivals for one in self._running for arrivals in one.result()]
 
+    def give_up(self) -> None:
+        """Wait until the requests have ended, however they do."""
+        self._ended.set()
+        wait(self._running)
+
 
 @contextmanager
 def streams(engine: Engine, count: int) -> Iterator[Streams]:
@@ -177,8 +191,10 @@ def streams(engine: Engine, count: int) -> Iterator[Streams]:
     running = Streams(engine, count)
     try:
         yield running
-    finally:
-        running.end()
+    except BaseException:
+        running.give_up()  # what has failed first is what is told
+        raise
+    running.end()
 
 
 @dataclass
@@ -194,32 +210,35 @@ class Phase:
 def beside(options: argparse.Namespace) -> bool:
     """The exporter's inter-token latency while the importer rests, imports, and hits locally."""
     phases = {name: Phase() for name in ("alone", "imports", "hits")}
-    tokens = options.lengths[-1]
-    imported = 0
+    tokens, tally = options.lengths[-1], Tally()
     with pair(options, graphs=True) as both, streams(both.exporter, options.streams) as running:
         for number in rounds(options):
             numbers = range(number * options.batch, (number + 1) * options.batch)
             prompts = [tokens_of(one, tokens + TAIL_TOKENS) for one in numbers]
             for prompt in prompts:
                 both.let_compute(prompt, max_tokens=2)
-            with observe(both.node, both.importer) as seen:
-                took = during(both, phases["imports"], prompts)
-            imported += seen.tokens.imported
+            before = both.importer.prompt_tokens()
+            took = during(both, phases["imports"], prompts)
+            between = both.importer.prompt_tokens()
             during(both, phases["hits"], prompts)
+            hit = (both.importer.prompt_tokens() - between).local_hit
+            expected = sum(map(both.cached_tokens, prompts))
+            tally.add(expected, (between - before).imported, hit)
             rest(both, phases["alone"], took)
         arrivals = running.end()
     gaps = {name: list(gaps_in(arrivals, phase.spans)) for name, phase in phases.items()}
     latency = {name: spread(found) for name, found in gaps.items() if len(found) > 1}
-    expected = both.shared_tokens(tokens) * phases["imports"].requests
+    wrong = tally.faults(f"{tokens} tokens")
+    wrong += [f"no time between two tokens while {name}" for name in phases if name not in latency]
     result(
         options, "beside", prefix_tokens=tokens, streams=options.streams,
-        imports=phases["imports"].requests, imported_tokens=imported, expected_tokens=expected,
-        inter_token_ms=latency, p99_imports_over_alone=ratio(latency, "alone"),
-        p99_imports_over_hits=ratio(latency, "hits"), goal=GOAL_RATIO,
+        imports=phases["imports"].requests, **asdict(tally), wrong=wrong, inter_token_ms=latency,
+        p99_imports_over_hits=ratio(latency, "hits"), goal=GOAL,
+        p99_imports_and_their_forward_passes_over_alone=ratio(latency, "alone"),
         hooks_us_per_request={name: per_request(phase) for name, phase in phases.items()},
         hooks_us_per_import=per_import(phases["imports"], phases["hits"]),
     )  # fmt: skip
-    return imported > 0
+    return judged(wrong)
 
 
 def during(both: Pair, phase: Phase, prompts: Sequence[Sequence[int]]) -> float:

@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -259,6 +259,8 @@ class Node:
         self.engines: list[Engine] = []
         self.coordinator: subprocess.Popen[bytes] | None = None
         self.coordinator_log = self.run_dir / "coordinator.log"
+        self.on_start: Callable[[int], object] = lambda group: None
+        """Called with the process group of each process as soon as it is started."""
         self.environment = {
             "KVSHM_ENABLE": "1",
             "KVSHM_RUN_DIR": str(self.run_dir),
@@ -280,6 +282,7 @@ class Node:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
+        self.on_start(self.coordinator.pid)
         # Before it serves, a signal would end it without the clearing up that it owes.
         for _ in wait_until("the coordinator serves", STOP_TIMEOUT_S):
             said = self.coordinator_log.read_bytes()[before:]
@@ -302,6 +305,7 @@ class Node:
             log_path = self.run_dir / f"{spec.name}.log"
             started.append(Engine(spec, self.environment, log_path))
             self.engines.append(started[-1])
+            self.on_start(started[-1].process.pid)
             if spec.cache_bytes:
                 started[-1].wait_ready()
         for engine in started:

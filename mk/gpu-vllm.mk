@@ -7,9 +7,9 @@
 # files in the folder KVSHM_GPU_RESULTS, if that is set.
 
 GPU_VLLM_SITE := dist/gpu-vllm-site
-GPU_VLLM_PATH = $(CURDIR):$(CURDIR)/examples:$(CURDIR)/$(GPU_VLLM_SITE):$(CURDIR)/dist/gpu-site
-GPU_VLLM_PYTHON = PYTHONPATH="$(GPU_VLLM_PATH)" timeout --kill-after=30 440 $(GPU_PYTHON)
-GPU_VLLM_RUN = $(GPU_VLLM_PYTHON) benchmarks/gpu_vllm_runs.py --device cuda
+# Finds what it needs, and keeps its time limit, by itself.
+GPU_VLLM_RUN = $(GPU_PYTHON) benchmarks/gpu_vllm_runs.py --device cuda
+GPU_VLLM_PATH = $(CURDIR):$(CURDIR)/$(GPU_VLLM_SITE):$(CURDIR)/dist/gpu-site
 GPU_VLLM_RUNS := gpu-vllm-equal gpu-vllm-equal-graphs gpu-vllm-killed gpu-vllm-first-tokens \
 	gpu-vllm-steps gpu-vllm-beside gpu-vllm-two-engines
 # 8b, 1.5b: of dummy weights.
@@ -42,4 +42,5 @@ gpu-vllm-steps:
 gpu-vllm-beside:
 	$(GPU_VLLM_RUN) beside --shape $(GPU_SHAPE) --lengths 10000 --batch 6
 gpu-vllm-two-engines:
-	$(GPU_VLLM_PYTHON) examples/vllm_two_engines.py --device cuda $(if $(MODEL),--model $(MODEL))
+	PYTHONPATH="$(GPU_VLLM_PATH)" timeout --kill-after=30 440 $(GPU_PYTHON) \
+		examples/vllm_two_engines.py --device cuda $(if $(MODEL),--model $(MODEL))

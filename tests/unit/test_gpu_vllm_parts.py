@@ -95,7 +95,14 @@ def test_a_stream_of_the_wrong_order_is_no_archive(bundle: Path, tmp_path: Path)
         unpack(bundle, turned, tmp_path / "site")
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"format": 0}'])
+PART = '{"format": 1, "made_for": {}, "contents": {}, "archives": [{"parts": [{"file": 1}]}]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "{", "[]", "1", '{"format": 0}', '{"format": 1}', PART,
+     '{"format": 1, "made_for": [], "archives": [], "contents": {}}'],
+)  # fmt: skip
 def test_a_manifest_that_is_missing_or_foreign_is_refused(bundle: Path, text: str | None) -> None:
     path = bundle / "manifest.json"
     path.unlink()
@@ -120,9 +127,26 @@ def test_what_was_put_together_is_left_alone_and_nothing_comes_of_a_damaged_bund
     assert not (tmp_path / "other").exists()
 
 
+def test_a_manifest_that_does_not_say_what_it_is_for_is_a_misfit() -> None:
+    (reason,) = gpu_vllm_assemble.misfits({"python": "3.12", "glibc": "2.28"})
+    assert "machine, native, torch, cuda" in reason
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(gpu_vllm_assemble, "misfits", lambda made_for: iter(()))
+    target = str(tmp_path / "file" / "site")
+    monkeypatch.setattr("sys.argv", ["", "--folder", str(bundle), "--target", target])
+    assert gpu_vllm_assemble.main() == 1
+    assert target in capsys.readouterr().err
+
+
 def test_a_machine_that_does_not_fit_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_vllm_assemble, "misfits_of_torch", lambda made_for: iter(()))
     made_for = {"python": "2.7", "machine": "pdp11", "glibc": "99.1", "native": "another"}
+    made_for |= {"torch": "2.11", "cuda": "13"}
     reasons = list(gpu_vllm_assemble.misfits(made_for))
     named = ["for Python 2.7", "for pdp11", "needs glibc 99.1", "make gpu-vllm-bundle"]
     assert all(word in reason for word, reason in zip(named, reasons[:4], strict=True))
