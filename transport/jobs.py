@@ -46,11 +46,11 @@ class JobThread:
             raise TransportError("the transport is closed")
 
     def close(self) -> None:
-        """Return when all submitted jobs are done.  Idempotent."""
+        """Return when all submitted jobs are done; at once in a job.  Idempotent."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
     def _run(self) -> None:

@@ -19,10 +19,9 @@ class Called(NamedTuple):
 def call_optional(owner: object, name: str, *arguments: object) -> Called:
     """Call a method of a transport, or of its copies, that it need not have.  Never raises: nothing
     that depends on such a method is needed for a load."""
-    method = getattr(owner, name, None)
-    if method is None:
-        return Called(worked=False)
     try:
+        if (method := getattr(owner, name, None)) is None:
+            return Called(worked=False)
         return Called(worked=True, result=method(*arguments))
     except Exception:  # any, of a transport: it does without
         log.debug("%s of the transport failed", name, exc_info=True)

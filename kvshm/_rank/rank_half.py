@@ -89,6 +89,7 @@ class RankHalf:
         self._loads: queue.Queue[RankLoad | str] = queue.Queue()
         self._reports: deque[LoadReport] = deque()
         self._begun: dict[str, RankLoad] = {}
+        self._closing = False
         self._unreported = 0
         """Loads whose report ``poll`` has not returned yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
@@ -260,24 +261,36 @@ class RankHalf:
     # -- the load thread
 
     def _run(self) -> None:
-        active: list[RankLoad] = []
-        closing = False
         call_optional(self.transport, "enter_thread")
-        while active or not closing:
-            # Nothing is polled that tells of its end: the thread that runs the model needs the
-            # interpreter.
-            pause = POLL_SECONDS if any(load.polled for load in active) else TIDY_SECONDS
-            with suppress(queue.Empty):
-                arrived = self._loads.get(timeout=pause)
-                if isinstance(arrived, RankLoad):
-                    active.append(arrived)
-                closing |= arrived is _CLOSE
-            self._went_round()
-            ended = [load for load in active if load.advance()]
-            active = [load for load in active if load not in ended]
-            self._reports.extend(load.report for load in ended if not load.abandoned)
-            self._tidy(active)
+        active: list[RankLoad] = []
+        while active or not self._closing:
+            active = self._go_round(active)
         self._attachments.close()
+
+    def _go_round(self, active: list[RankLoad]) -> list[RankLoad]:
+        """Wait for something to do, and do it.  Returns the loads that go on: a separate frame, so
+        that nothing keeps those that have ended."""
+        # Nothing is polled that tells of its end: the thread that runs the model needs the
+        # interpreter.
+        pause = POLL_SECONDS if any(load.polled for load in active) else TIDY_SECONDS
+        arrived = self._arrived(pause)
+        self._closing |= _CLOSE in arrived
+        active = [*active, *(each for each in arrived if isinstance(each, RankLoad))]
+        self._went_round()
+        ended = [load for load in active if load.advance()]
+        active = [load for load in active if load not in ended]
+        self._reports.extend(load.report for load in ended if not load.abandoned)
+        self._tidy(active)
+        return active
+
+    def _arrived(self, pause: float) -> list[RankLoad | str]:
+        """All that has come in, after a wait of ``pause`` seconds at most."""
+        arrived = []
+        with suppress(queue.Empty):
+            arrived.append(self._loads.get(timeout=pause))
+            while True:
+                arrived.append(self._loads.get_nowait())
+        return arrived
 
     def _wake(self) -> None:
         """Have the load thread look at its loads.  Any thread."""

@@ -23,7 +23,7 @@ struct work {
     struct work *next;
 };
 
-struct stream { struct work *first, **last; CUresult failed; };
+struct stream { struct work *first, **last; CUresult failed; bool busy; };
 struct event { unsigned long wanted, reached; CUstream stream; };
 
 static struct stream default_stream;
@@ -82,13 +82,12 @@ static bool run(struct stream *queue, struct work *work) {
 
 bool advance(CUstream stream) {
     struct stream *queue = queue_of(stream);
-    while (queue->first) {
-        struct work *work = queue->first;
-        if (!run(queue, work)) return false;
+    if (queue->busy) return false; /* two streams wait for each other's earlier work */
+    queue->busy = true;
+    for (struct work *work; (work = queue->first) && run(queue, work); free(work))
         if (!(queue->first = work->next)) queue->last = &queue->first;
-        free(work);
-    }
-    return true;
+    queue->busy = false;
+    return !queue->first;
 }
 
 static CUresult put(CUstream stream, struct work work) {

@@ -170,3 +170,18 @@ def test_a_thread_whose_first_act_fails_does_its_jobs(caplog: pytest.LogCaptureF
     assert done.wait(PATIENCE)
     thread.close()
     assert "no context" in caplog.text
+
+
+def test_a_job_may_close_its_own_thread(caplog: pytest.LogCaptureFixture) -> None:
+    thread, done = JobThread("kvshm-test"), threading.Event()
+
+    def close() -> None:
+        thread.close()
+        done.set()
+
+    thread.submit(close)
+    assert done.wait(PATIENCE)
+    thread.close()
+    assert not caplog.records
+    with pytest.raises(TransportError, match="closed"):
+        thread.submit(done.set)

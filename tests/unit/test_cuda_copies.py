@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -202,6 +203,45 @@ def test_three_copies_at_a_time_allocate_nothing(
     with two.driver.hold(two.transport.copy_stream.stream):
         copies = [attachment.begin_copy(many, many) for _ in range(3)]
     assert [copy.poll() for copy in copies] == [CopyState.DONE] * 3
+
+
+def test_a_copy_that_is_begun_while_its_rank_closes_frees_nothing_twice(node: Node) -> None:
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    copies, blocks = two.transport.copy_stream, [BlockId(1)]
+    taken = copies._take_buffers(1)
+    copies.close()
+    left = two.driver.events
+    with pytest.raises(TransportError, match="closed"):
+        attachment.begin_copy(blocks, blocks)
+    assert two.driver.events == left
+    copies._take_buffers = lambda pairs: taken  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="closed"):
+        attachment.begin_copy(blocks, blocks)
+    assert two.driver.events == left - 1
+
+
+def test_buffers_are_not_used_again_if_their_copy_could_not_be_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel may still run: not every error ends the context."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    copies, told = two.transport.copy_stream, threading.Event()
+
+    def fail_and_refuse(_: object) -> None:
+        two.driver.failing = True
+        copies.finish_ended()
+        two.driver.failing = False
+        raise CudaError("cuEventSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+
+    monkeypatch.setattr(two.driver, "synchronize_event", fail_and_refuse)
+    with two.driver.hold(copies.stream):
+        copy = attachment.begin_copy([BlockId(1)], [BlockId(1)])
+        copy.when_ended(told.set)
+        assert told.wait(30)
+        assert copy.state is CopyState.FAILED
+        assert copy.buffers not in copies._free
 
 
 @pytest.mark.parametrize("way", ["new_event", "host_allocate", "allocate"])

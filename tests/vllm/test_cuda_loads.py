@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -224,3 +225,24 @@ def test_loads_leave_no_event_behind(cuda_worker: Make) -> None:
         until(lambda: "into 5" in finished(importer.side))
     del load
     until(lambda: importer.driver.events == before)
+
+
+def test_a_load_that_was_reported_is_kept_by_nobody(cuda_worker: Make) -> None:
+    exporter, importer = cuda_worker(1), cuda_worker(2)
+    importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
+    load = weakref.ref(importer.rank._begun["request"])
+    until(lambda: "request" in finished(importer.side))
+    until(lambda: load() is None)
+
+
+def test_a_load_ends_though_its_copy_does_not_say_what_it_can_do(
+    cuda_worker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: CudaCopy) -> None:
+        raise RuntimeError("no attribute for you")
+
+    monkeypatch.setattr(CudaCopy, "when_ended", property(refuse))
+    exporter, importer = cuda_worker(1), cuda_worker(2)
+    importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import RateLimit, logger
@@ -91,13 +93,15 @@ class LaunchedWork:
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
         """Raises CudaError."""
-        self._driver = driver
         self.event = driver.new_event()
+        # When nobody has this object any more; not at the interpreter's end, which needs no order.
+        weakref.finalize(self, _free_event, driver, self.event).atexit = False
         driver.record(self.event, stream)
 
-    def __del__(self) -> None:
-        with suppress(AttributeError, CudaError):  # it could not be made; the context has ended
-            self._driver.free_event(self.event)
+
+def _free_event(driver: Driver, event: Any) -> None:
+    with suppress(CudaError):  # the context has ended
+        driver.free_event(event)
 
 
 @dataclass(eq=False, slots=True)
@@ -168,9 +172,11 @@ class CopyStream:
             raise TransportError(f"{len(source)} blocks are too many for one copy")
         buffers = self._take_buffers(len(source))
         with self._lock:
-            if self._closed:
+            try:
+                self._check_open()
+            except TransportError:
                 buffers.free(self._driver)
-                raise TransportError("the transport is closed")
+                raise
             copy = CudaCopy(self, buffers, ended)
             try:
                 buffers.fill(source, target)
@@ -184,6 +190,10 @@ class CopyStream:
                 raise
             self._pending.append(copy)
         return copy
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the transport is closed")
 
     def _wait_for_model(self, after: LaunchedWork | None) -> None:
         if after is None:
@@ -217,6 +227,7 @@ class CopyStream:
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         with self._lock:
+            self._check_open()
             for index, buffers in enumerate(self._free):
                 if buffers.pairs >= pairs:
                     return self._free.pop(index)
@@ -256,11 +267,13 @@ class CopyStream:
             call()
 
     def _wait(self, copy: CudaCopy, call: Callable[[], None]) -> None:
+        waited = False
         with suppress(CudaError):  # who polls it finds out
             self._driver.synchronize_event(copy.buffers.event)
+            waited = True
         with self._lock:
             copy.awaited = False
-            if copy.state is not CopyState.PENDING:
+            if waited and copy.state is not CopyState.PENDING:
                 self._free.append(copy.buffers)
         call()
 
@@ -293,10 +306,12 @@ class CopyStream:
             self.cancel(copy)
         self._finish_all()
         self._waiter.close()  # then nobody waits for an event that is freed
+        with self._lock:
+            unused, self._free = self._free, []
         try:
             with ExitStack() as parts:
                 parts.callback(self._driver.free_stream, self.stream)
-                for buffers in self._free:  # no copy takes or returns buffers any more
+                for buffers in unused:
                     parts.callback(buffers.free, self._driver)
         except CudaError as exc:
             _log.warning("memory of the copy stream is not freed: %s", exc)
