@@ -3,9 +3,11 @@
     python benchmarks/bench_gpu_copy.py [--bytes 268435456]
 
 One JSON line per fragment size, number of blocks and state of the exporter: GB/s of payload of the
-transport, of one contiguous device-to-device copy of as many bytes (the yardstick), of a loop of
-cudaMemcpyAsync, of cudaMemcpyBatchAsync and of torch indexing; then the fixed cost of an import
-and what copying does to a matrix product that runs at the same time.
+transport, of one contiguous device-to-device copy of as many bytes, of a loop of cudaMemcpyAsync,
+of cudaMemcpyBatchAsync and of torch indexing; then the fixed cost of an import and what copying
+does to a matrix product that runs at the same time.  Each rate is that of one call, the best of
+ten, with what the host does for it: the transport's has Python's begin and its polling in it.  What
+share of a contiguous copy it reaches is measured by bench_gpu_rates.py, over many copies.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def rates(exporter: GpuPeer, device: int, fragment: int, total: int) -> None:
             report(
                 "gpu copy", exporter_gpu=device, exporter_busy=busy, fragment=fragment,
                 blocks=count, layers=LAYERS, payload=count * LAYERS * fragment, gb_per_s=found,
-                device=gpu(), of_contiguous=round(found["transport"] / found["contiguous"], 3),
+                device=gpu(), rate_of="one call, best of several",
                 route=cache.attachments[-1].route.value,
             )  # fmt: skip
         if busy:
