@@ -77,8 +77,10 @@ class GpuPeer:
         assert self.process.stdout is not None
         timer = threading.Timer(CALL_TIMEOUT_S, self.process.kill)
         timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
             raise PeerError(f"the process ended with status {self.process.wait()}")
         ok, value = json.loads(line)
