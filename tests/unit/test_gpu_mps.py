@@ -69,7 +69,8 @@ def test_a_step_that_is_ended_ends_its_daemon_in_time(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert not is_running(daemon)
     finally:
-        os.killpg(step.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(step.pid, signal.SIGKILL)
         step.communicate()
         if noted.exists():
             with contextlib.suppress(ProcessLookupError):
