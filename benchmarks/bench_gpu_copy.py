@@ -3,9 +3,12 @@
     python benchmarks/bench_gpu_copy.py [--bytes 268435456]
 
 One JSON line per fragment size, number of blocks and state of the exporter: GB/s of payload of the
-transport, of one contiguous device-to-device copy of as many bytes (the yardstick), of a loop of
-cudaMemcpyAsync, of cudaMemcpyBatchAsync and of torch indexing; then the fixed cost of an import
-and what copying does to a matrix product that runs at the same time.
+transport, of one contiguous device-to-device copy of as many bytes, of a loop of cudaMemcpyAsync,
+of cudaMemcpyBatchAsync and of torch indexing; then the fixed cost of an import and what copying
+does to a matrix product that runs at the same time.  Each rate is that of one call, the best of
+ten, with what the host does for it: the transport's has Python's begin and its polling in it.  What
+share of a contiguous copy it reaches is measured by bench_gpu_rates.py, over many copies.  Ends
+with 1 at the first wrong byte.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from gpu_bytes import expected, refuse_wrong
 from gpu_memory import gpu_count, no_gpu
 from gpu_peer import Cache, GpuPeer, block_ids
 from gpu_sizes import sized
@@ -91,7 +95,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 def rates(exporter: GpuPeer, device: int, fragment: int, total: int) -> None:
     """Rates of every way for one fragment size, with the exporter idle and busy."""
     cache = prepare(exporter, fragment, total)
-    half = cache.blocks // 2
+    peers, half = expected(cache, 1, block_ids(cache.blocks)), cache.blocks // 2
     for busy in (False, True):
         if busy:
             exporter.call("burn", on=True)
@@ -100,9 +104,10 @@ def rates(exporter: GpuPeer, device: int, fragment: int, total: int) -> None:
             report(
                 "gpu copy", exporter_gpu=device, exporter_busy=busy, fragment=fragment,
                 blocks=count, layers=LAYERS, payload=count * LAYERS * fragment, gb_per_s=found,
-                device=gpu(), of_contiguous=round(found["transport"] / found["contiguous"], 3),
+                device=gpu(), rate_of="one call, best of several",
                 route=cache.attachments[-1].route.value,
             )  # fmt: skip
+            refuse_wrong(wrong(cache, peers, count), f"in {count} blocks of {fragment} bytes")
         if busy:
             exporter.call("burn", on=False)
     release(exporter, cache)
@@ -111,10 +116,23 @@ def rates(exporter: GpuPeer, device: int, fragment: int, total: int) -> None:
 def rates_of(cache: Cache, fragment: int, count: int) -> dict[str, float]:
     """GB/s of every way to copy so many random blocks onto random blocks."""
     payload = count * LAYERS * fragment
-    source = random.Random(1).sample(block_ids(cache.blocks), count)
-    target = random.Random(2).sample(block_ids(cache.blocks), count)
+    source, target = lists(cache, count)
     ways = ways_of(cache, source, target, payload)
     return {name: round(payload / seconds_of(way) / 1e9, 3) for name, way in ways.items()}
+
+
+def lists(cache: Cache, count: int) -> tuple[list[BlockId], list[BlockId]]:
+    """Random blocks and where they go, always the same ones."""
+    first, second = (random.Random(n).sample(block_ids(cache.blocks), count) for n in (1, 2))
+    return first, second
+
+
+def wrong(cache: Cache, peers: Any, count: int) -> int:
+    """How many bytes a copy of the transport got wrong; ``peers``: all of the peer's blocks."""
+    source, target = lists(cache, count)
+    cache.blank()
+    cache.copy(source, target)
+    return int((cache.view()[target] != peers[source]).sum())
 
 
 def ways_of(

@@ -1,24 +1,27 @@
 """How fast blocks are copied beside models that decode, and what that does to the decoding.
 
-    python benchmarks/bench_gpu_rates.py [--seconds 0.5]
+    python benchmarks/bench_gpu_rates.py [--seconds 2.4]
 
 One JSON line per number of programs of the copy kernel, size of fragments and state: nobody
-decodes, the exporter does, the importer does, both do.  Each has GB/s of payload, that as a share
-of one contiguous device-to-device copy in the same state, and by which factor steps of the decoding
-got longer while blocks were copied without a pause (median and p99).  Goal, not asserted: idle at
-least 85 % of a contiguous copy from fragments of 64 KiB on.
+decodes, the exporter does, the importer does, both do.  Each has GB/s of payload (the median of
+several rounds), that as a share of one contiguous device-to-device copy in the same state, and by
+which factor steps of the decoding got longer while blocks were copied without a pause (median and
+p99; ``count`` is the number of steps).  The rounds take turns: contiguous copies, nothing, copies
+of blocks, then backwards.  Goal, not asserted: idle at least 85 % of a contiguous copy from
+fragments of 64 KiB on.  Ends with 1 at the first wrong byte.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from gpu_decoder import Beside, decoding_peer
+from gpu_bytes import differing, expected, refuse_wrong
+from gpu_decoder import Beside, decoding_peer, together
 from gpu_memory import no_gpu
 from gpu_peer import Cache, GpuPeer, block_ids
 from gpu_sizes import sized
@@ -27,11 +30,18 @@ from measurement import percentiles, report
 from kvshm.interfaces import CopyState
 
 FRAGMENTS = sized((16 << 10, 64 << 10, 256 << 10, 1 << 20), (16 << 10, 64 << 10))
-PROGRAMS = (16, 64, 128)
+PROGRAMS = {64: FRAGMENTS, 16: FRAGMENTS[:2], 128: FRAGMENTS[:2]}
+"""And the fragments that each copies; 64 is what the transport uses.  All would not fit the time of
+a step of the suite."""
 BYTES = sized(1 << 28, 1 << 22)
 LAYERS = 8
+EXPORTER_SEED = 1
 BURST = sized(16, 2)
 """Copies under way at once: the GPU need not wait until this thread has seen the last one end."""
+CONTIGUOUS_S = 0.2
+"""Of a round's contiguous copies: the yardstick needs no steps of a decoder."""
+ROUNDS = sized(4, 2)
+"""Even, so that no part of a round comes first more often."""
 GOAL = 0.85
 GOAL_FROM = 64 << 10
 
@@ -40,16 +50,18 @@ def main() -> int:
     if (reason := no_gpu()) is not None:
         print(reason)
         return 1
-    seconds = arguments().seconds
+    seconds = arguments().seconds / ROUNDS
     with decoding_peer() as exporter:
         beside = Beside(exporter)
-        for programs, fragment in itertools.product(PROGRAMS, FRAGMENTS):
-            cache = prepare(exporter, fragment, programs)
-            for state in Beside.STATES:
-                measure(beside, cache, programs, state, seconds)
-            cache.detach()
-            cache.close()
-            exporter.call("close")
+        for programs, fragments in PROGRAMS.items():
+            for fragment in fragments:
+                cache = prepare(exporter, fragment, programs)
+                wanted = expected(cache, EXPORTER_SEED, block_ids(cache.blocks)[::-1])
+                for state in Beside.STATES:
+                    measure(Measured(beside, cache, wanted, state), programs, seconds)
+                cache.detach()
+                cache.close()
+                exporter.call("close")
     return 0
 
 
@@ -57,7 +69,7 @@ def prepare(exporter: GpuPeer, fragment: int, programs: int) -> Cache:
     """A cache here, and one at the exporter that it has attached."""
     blocks = BYTES // LAYERS // fragment
     shape: dict[str, Any] = {"layers": LAYERS, "blocks": blocks, "block_bytes": fragment}
-    exporter.call("make", seed=1, **shape)
+    exporter.call("make", seed=EXPORTER_SEED, **shape)
     cache = Cache(0)
     cache.make(seed=2, programs=programs, **shape)
     cache.transport.late_writers = False  # as without a drafter: no copy waits for a step
@@ -65,26 +77,66 @@ def prepare(exporter: GpuPeer, fragment: int, programs: int) -> Cache:
     return cache
 
 
-def measure(beside: Beside, cache: Cache, programs: int, state: str, seconds: float) -> None:
+class Measured:
+    """What was measured in one state of the decoders, round by round."""
+
+    def __init__(self, beside: Beside, cache: Cache, wanted: Any, state: str) -> None:
+        self.beside, self.cache, self.wanted, self.state = beside, cache, wanted, state
+        self.contiguous_gb: list[float] = []
+        self.blocks_gb: list[float] = []
+        self.begin_us: list[float] = []
+        self.wrong = 0
+        self._contiguous = contiguous_copies(cache)
+        self._blocks = block_copies(cache, self.begin_us)
+        self._steps: dict[str, list[dict[str, list[float]]]] = {"alone": [], "copying": []}
+
+    def round(self, seconds: float, backwards: bool) -> None:
+        """Measure everything once; ``seconds`` with copies of blocks, and as long without."""
+        parts: list[Callable[[float], None]] = [self.contiguous, self.alone, self.copying]
+        for part in reversed(parts) if backwards else parts:
+            part(seconds)
+
+    def contiguous(self, seconds: float) -> None:
+        self.contiguous_gb.append(rate(self._contiguous, min(seconds, CONTIGUOUS_S)))
+
+    def alone(self, seconds: float) -> None:
+        if self.state != "idle":
+            self.beside.taken(self.state)  # of what ran before
+            time.sleep(seconds)
+            self._steps["alone"].append(self.beside.taken(self.state))
+
+    def copying(self, seconds: float) -> None:
+        self.cache.blank()
+        self.beside.taken(self.state)
+        self.blocks_gb.append(rate(self._blocks, seconds))
+        self._steps["copying"].append(self.beside.taken(self.state))
+        self.wrong += differing(self.cache, self.wanted)
+
+    def steps(self, when: str) -> dict[str, dict[str, float]]:
+        """Milliseconds of each decoder's steps, of all rounds."""
+        return together(self._steps[when])
+
+
+def measure(measured: Measured, programs: int, seconds: float) -> None:
     """Both rates in one state, and the steps of the decoding with and without copies of blocks."""
-    beside.begin(state)
-    contiguous = rate(contiguous_copies(cache), seconds)
-    beside.steps(state)
-    time.sleep(seconds)
-    alone = beside.steps(state)
-    begun: list[float] = []
-    found = rate(block_copies(cache, begun), seconds)
-    copying = beside.steps(state)
-    beside.end()
+    cache, state = measured.cache, measured.state
+    measured.beside.begin(state)
+    for number in range(ROUNDS):
+        measured.round(seconds, backwards=number % 2 == 1)
+    measured.beside.end()
+    found, contiguous = map(statistics.median, (measured.blocks_gb, measured.contiguous_gb))
     share = round(found / contiguous, 3)
+    alone, copying = measured.steps("alone"), measured.steps("copying")
     has_goal = state == "idle" and cache.block_bytes >= GOAL_FROM
     report(
         "gpu copy beside decoding", programs=programs, fragment=cache.block_bytes, decoding=state,
         payload=BYTES, gb_per_s=round(found, 1), contiguous_gb_per_s=round(contiguous, 1),
-        of_contiguous=share, begin_us=percentiles(begun), goal=GOAL if has_goal else None,
-        goal_met=share >= GOAL if has_goal else None, step_ms_without_copies=alone,
-        step_ms_with_copies=copying, slowdown=slowdowns(alone, copying), device=gpu(),
+        of_contiguous=share, rounds=ROUNDS, begin_us=percentiles(measured.begin_us),
+        goal=GOAL if has_goal else None, goal_met=share >= GOAL if has_goal else None,
+        step_ms_without_copies=alone, step_ms_with_copies=copying,
+        slowdown=slowdowns(alone, copying), wrong_bytes=measured.wrong, device=gpu(),
     )  # fmt: skip
+    refuse_wrong(measured.wrong, f"of copies of {cache.block_bytes} bytes, decoding: {state}")
 
 
 def slowdowns(
@@ -152,7 +204,9 @@ def gpu() -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=sized(0.5, 0.1), help="of each rate")
+    parser.add_argument(
+        "--seconds", type=float, default=sized(2.4, 0.2), help="of copies, per line"
+    )
     return parser.parse_args()
 
 

@@ -1,31 +1,39 @@
 """How long the model's thread is held up while other processes' memory is attached and detached.
 
-    python benchmarks/bench_gpu_stalls.py [--gigabytes 16 100] [--kinds caching fd]
+    python benchmarks/bench_gpu_stalls.py [--gigabytes 100 16] [--kinds caching fd]
 
 A driver may hold a lock of the context while it opens or closes memory, and the launches of the
 model's thread wait for that lock, whichever thread attaches.  One thread launches tiny kernels and
 takes the time of each launch; another attaches and detaches an allocation of another process.  One
 JSON line per kind and size: p50, p99 and maximum of the launches in microseconds, with nothing
 beside them, during attaches and during detaches.  The smallest size is the control: the same Python
-beside the launches, and hardly any memory.  Sizes that the GPU has no room for are cut to what is
-free, and the line says so.  Goal, not asserted: no stall above 1 ms while attaching.
+beside the launches, and hardly any memory; it comes last, as the largest size comes first.  Sizes
+that the GPU has no room for are cut to what is free, and the line says so.  One process exports all
+of them, one after the other; this one attaches.  Goal, not asserted: no stall above 1 ms while
+attaching.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from gpu_memory import no_gpu
-from gpu_peer import Cache, GpuPeer, PeerError
+from gpu_peer import Cache, GpuPeer, PeerError, answer_calls
 from gpu_sizes import sized
 from measurement import percentiles, report
 
+from kvshm.errors import KvshmError
+
 CONTROL_GB = 0.002
-SIZES_GB = sized((16.0, 100.0), (0.05, 100.0))
+BLOCK_BYTES = 4096
+SIZES_GB = sized((100.0, 16.0), (100.0, 0.05))
 KEPT_FREE = sized(8 << 30, 3 << 30) + (1 << 29)
 """Bytes left to contexts, kernels and the importer."""
 ROUNDS = sized(10, 3)
@@ -81,32 +89,64 @@ def main() -> int:
         print(reason)
         return 1
     options = arguments()
-    for kind in options.kinds:
-        for gigabytes in (CONTROL_GB, *options.gigabytes):
+    cases = [(kind, size) for size in (*options.gigabytes, CONTROL_GB) for kind in options.kinds]
+    with ExitStack() as running:
+        exporter, cache = start(running)
+        for kind, gigabytes in cases:
             try:
-                measure(kind, gigabytes)
-            except PeerError as exc:  # this kind or size is not to be had here
+                measure(exporter, cache, kind, gigabytes)
+            except (PeerError, KvshmError) as exc:  # this kind or size is not to be had here
                 report("gpu stalls", kind=kind, asked_gb=gigabytes, not_measured=str(exc))
+                exporter.kill()  # its memory, if it has any, must not be in the way
+                cache.detach()
+                exporter, cache = start(running)
+        cache.close()
     return 0
 
 
-def measure(kind: str, gigabytes: float) -> None:
+class Exporter(Cache):
+    """A cache that gives its memory back."""
+
+    def free(self) -> None:
+        """Close the transport and free the memory, which no peer may have mapped any more."""
+        from kvshm.transport.cuda.transport import current_driver
+
+        self.close()
+        address, vmm_bytes = self.address, getattr(self, "vmm_bytes", 0)
+        del self.transport, self.tensor
+        gc.collect()
+        self.torch.cuda.empty_cache()
+        if vmm_bytes:
+            self.torch.cuda.synchronize()
+            current_driver().vmm_unmap(address, vmm_bytes)
+            del self.vmm_bytes
+
+    def allocate(self, kind: str, lead: int) -> None:
+        """A small cache behind so many bytes in one allocation."""
+        self.address = self.make(1, 1, 1, BLOCK_BYTES, kind=kind, lead=lead) - lead
+
+
+def start(running: ExitStack) -> tuple[GpuPeer, Cache]:
+    """An exporter, and a small cache here."""
+    exporter = running.enter_context(GpuPeer(program=__file__))
+    cache = Cache(0)
+    cache.make(seed=2, layers=1, blocks=1, block_bytes=BLOCK_BYTES)
+    return exporter, cache
+
+
+def measure(exporter: GpuPeer, cache: Cache, kind: str, gigabytes: float) -> None:
     """Attach and detach an allocation of that size several times beside launches."""
     import torch
 
-    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     lead = max(0, min(int(gigabytes * 1e9), free - KEPT_FREE)) >> 21 << 21
-    with GpuPeer() as exporter:
-        exporter.call("make", seed=1, layers=1, blocks=1, block_bytes=4096, lead=lead, kind=kind)
-        cache = Cache(0)
-        cache.make(seed=2, layers=1, blocks=1, block_bytes=4096)
-        cycle(cache, exporter.call("export", epoch=1), [], [])  # the first compiles the kernel
-        descriptor = exporter.call("export", epoch=2)
-        report("gpu stalls", kind=kind, asked_gb=gigabytes, gb=round(lead / 1e9, 3),
-               cut_to_free_memory=lead < int(gigabytes * 1e9) >> 21 << 21, rounds=ROUNDS,
-               **stalls(cache, descriptor), goal_us=GOAL_US, device=gpu())  # fmt: skip
-        cache.close()
+    exporter.call("allocate", kind=kind, lead=lead)
+    cycle(cache, exporter.call("export", epoch=1), [], [])  # the first compiles the kernel
+    descriptor = exporter.call("export", epoch=2)
+    report("gpu stalls", kind=kind, asked_gb=gigabytes, gb=round(lead / 1e9, 3),
+           cut_to_free_memory=lead < int(gigabytes * 1e9) >> 21 << 21, rounds=ROUNDS,
+           **stalls(cache, descriptor), goal_us=GOAL_US, device=gpu())  # fmt: skip
+    exporter.call("free")
 
 
 def stalls(cache: Cache, descriptor: str) -> dict[str, Any]:
@@ -166,4 +206,7 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if os.environ.get("GPU_PEER"):
+        answer_calls(Exporter)
+    else:
+        sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from gpu_peer import Cache, GpuPeer, answer_calls
@@ -78,10 +79,10 @@ class Decoder:
         except Exception as exc:
             self._failed = exc
 
-    def milliseconds(self) -> dict[str, float]:
-        """Percentiles of the steps since the last call, first ones included."""
+    def milliseconds(self) -> list[float]:
+        """Of the steps that ended since the last call."""
         taken, self.seconds = self.seconds, []
-        return percentiles([second * 1e3 for second in taken]) if len(taken) > 1 else {}
+        return [round(second * 1e3, 4) for second in taken]
 
 
 class DecodingCache(Cache):
@@ -101,8 +102,8 @@ class DecodingCache(Cache):
         else:
             self.decoder.stop()
 
-    def steps(self) -> dict[str, float]:
-        """Milliseconds of the steps since the last call."""
+    def steps(self) -> list[float]:
+        """Milliseconds of the steps that ended since the last call."""
         assert self.decoder is not None
         return self.decoder.milliseconds()
 
@@ -133,14 +134,24 @@ class Beside:
         self._own.stop()
         self._exporter.call("decode", on=False)
 
-    def steps(self, state: str) -> dict[str, dict[str, float]]:
-        """Milliseconds of the steps since the last call, of each that decodes."""
+    def taken(self, state: str) -> dict[str, list[float]]:
+        """Milliseconds of the steps that ended since the last call, of each that decodes."""
         found = {}
         if state in ("exporter", "both"):
             found["exporter"] = self._exporter.call("steps")
         if state in ("importer", "both"):
             found["importer"] = self._own.milliseconds()
         return found
+
+
+def together(rounds: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Percentiles of each decoder's steps over several rounds; nothing for one with too few.  The
+    first step of a round is left out: it began beside what ran before."""
+    found = {}
+    for who in {who: None for steps in rounds for who in steps}:
+        every = [one for steps in rounds for one in steps.get(who, [])[1:]]
+        found[who] = percentiles(every) if len(every) > 1 else {}
+    return found
 
 
 if __name__ == "__main__":

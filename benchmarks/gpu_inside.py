@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+NEW_MOUNT, NEW_USER, NEW_PID = 0x20000, 0x10000000, 0x20000000
+OTHERS = {"cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000, "net": 0x40000000}
+"""Namespaces that this process itself enters when it makes them."""
 PRIVATE_BELOW = 0x4000 | 0x40000
 DEATH_SIGNAL = 1
 MOST_FORKS = 5000
@@ -26,7 +28,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.  ``own``: "pid", "ipc", "shm"; what is not named is its starter's."""
+    """Where a process runs.  ``own``: "pid", "shm" or of ``OTHERS``; what is not named is its
+    starter's.  Users and files are always its starter's, except /dev/shm and /proc."""
 
     own: tuple[str, ...] = ()
     pid: int = 0
@@ -52,7 +55,8 @@ def main() -> None:
 def _enter(place: Place) -> None:
     changes_pid = "pid" in place.own or bool(place.join)
     flags = NEW_PID if "pid" in place.own else 0
-    flags |= NEW_IPC if "ipc" in place.own else 0
+    for kind in OTHERS.keys() & place.own:
+        flags |= OTHERS[kind]
     flags |= NEW_MOUNT if changes_pid or "shm" in place.own else 0
     if place.join:
         descriptor = os.open(f"/proc/{place.join}/ns/pid_for_children", os.O_RDONLY)
@@ -125,7 +129,7 @@ def inside() -> Any:
     class Inside(Cache):
         def where(self) -> dict[str, Any]:
             """Its number, and what tells its namespaces from others."""
-            spaces = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "ipc")}
+            spaces = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", *OTHERS)}
             return {"number": os.getpid(), **spaces, "shm": os.stat("/dev/shm").st_dev}
 
     return Inside

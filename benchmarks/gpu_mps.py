@@ -36,6 +36,7 @@ CALL_TIMEOUT_S = 15.0
 KILLED = ("nobody", "exporter", "importer")
 COPIES = sized(50, 2)
 """Begun before a kill, so that one is under way."""
+_hurried = False
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
         report("gpu mps", skipped=f"{CONTROL} is not installed")
         return 0
     gpu_peer.CALL_TIMEOUT_S = CALL_TIMEOUT_S
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending the daemon
+    signal.signal(signal.SIGTERM, hurry)
     with tempfile.TemporaryDirectory(prefix="mps-") as directory:
         try:
             with daemon(directory) as variables:
@@ -57,27 +58,44 @@ def main() -> int:
     return int(any(wrong))
 
 
+def hurry(*_: object) -> None:
+    """End within the seconds that a step has after its limit, but not without ending the daemon."""
+    global _hurried
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _hurried, gpu_peer.END_TIMEOUT_S = True, 0.0
+    sys.exit(1)
+
+
 @contextmanager
 def daemon(directory: str) -> Iterator[dict[str, str]]:
     """An MPS daemon; the variables by which clients find it."""
     variables = {"CUDA_MPS_PIPE_DIRECTORY": directory, "CUDA_MPS_LOG_DIRECTORY": directory}
     environment = {**os.environ, **variables}
-    subprocess.run([CONTROL, "-d"], env=environment, timeout=20, check=True)
     try:
+        subprocess.run([CONTROL, "-d"], env=environment, timeout=20, check=True)
         yield variables
     finally:
-        said(environment, "quit -t 5")
-        time.sleep(1)
-        with suppress(OSError, ValueError):  # a daemon that has ended took its file along
-            os.kill(int(Path(directory, f"{CONTROL}.pid").read_text()), signal.SIGKILL)
+        end_daemon(environment, Path(directory, f"{CONTROL}.pid"))
 
 
-def said(environment: dict[str, str], command: str) -> str:
-    """What the daemon answers to a command."""
+def end_daemon(environment: dict[str, str], pid_file: Path) -> None:
+    """Ask the daemon to end, and kill it and its servers if it does not: within 3 s if hurried."""
+    servers = said(environment, "get_server_list", 1 if _hurried else 5)
+    said(environment, "quit -t 1" if _hurried else "quit -t 5", 1.5 if _hurried else 10)
+    time.sleep(0 if _hurried else 1)
+    with suppress(OSError, ValueError):  # a daemon that has ended took its file along
+        numbers = [int(pid_file.read_text()), *(int(n) for n in servers.split() if n.isdigit())]
+        for number in numbers:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def said(environment: dict[str, str], command: str, seconds: float = 15) -> str:
+    """What the daemon answers to a command, if it does so within some seconds."""
     try:
         ran = subprocess.run(
             [CONTROL], input=f"{command}\n", env=environment, capture_output=True, text=True,
-            timeout=15, check=False,
+            timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "no answer"

@@ -4,15 +4,17 @@
 
 Names of steps make one part together.  A part takes eight minutes at most: each of its steps has a
 limit, after which its processes are killed and the next step begins.  With KVSHM_GPU_RESULTS=FOLDER
-the output of part a goes to FOLDER/gpu-a.txt too, and its lines of JSON to FOLDER/gpu-a.jsonl, line
-by line: what was seen stays if this program is killed.  Ends with 1 if a step failed.  Needs only
-the standard library.
+the output of part a is appended to FOLDER/gpu-a.txt too, and its lines of JSON, with time and card,
+to FOLDER/gpu-a.jsonl, line by line: what was seen stays if this program is killed.  Every step has
+a line that says how it ended, or that it was not run.  Ends with 1 if a step failed, and with 2,
+before the first step, if the folder cannot be written.  Needs only the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -21,11 +23,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from gpu_steps import PARTS, READY, Step, chosen
+from gpu_steps import CARD_LIMIT_S, PARTS, READY, Step, chosen
 
 ROOT = Path(__file__).parents[1]
 GVISOR = "4.4.0"
@@ -39,30 +42,49 @@ class Results:
     """Where the output of one part goes: to the console, and to files if a folder is given."""
 
     def __init__(self, part: str, folder: str | None) -> None:
+        """Opens the files, to append to them.  Raises OSError."""
         self._lock = threading.Lock()
         self._files: dict[str, IO[str]] = {}
+        self.how: dict[str, str] = {}
+        """How each step ended, by name."""
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             for kind in ("txt", "jsonl"):
                 path = Path(folder, f"gpu-{part}.{kind}")
-                self._files[kind] = path.open("w", buffering=1, encoding="utf-8")
+                self._files[kind] = path.open("a", buffering=1, encoding="utf-8")
 
     def line(self, text: str, step: str = "") -> None:
-        """Take one line of a step's output; a line of JSON is kept with the step's name."""
+        """Take one line of a step's output; a line of JSON is kept with the step's name, the time
+        and the card."""
         with self._lock:
             print(text, flush=True)
-            if not self._files:
-                return
-            print(text, file=self._files["txt"])
-            if text.startswith('{"benchmark"'):
-                with contextlib.suppress(json.JSONDecodeError):
-                    found = {**json.loads(text), "step": step}
-                    print(json.dumps(found), file=self._files["jsonl"])
+            try:
+                self._keep(text, step)
+            except OSError as exc:  # a full disk, say: the console has the rest
+                print(f"results are written to no file from here on: {exc}", flush=True)
+                self._files = {}
+
+    def _keep(self, text: str, step: str) -> None:
+        if not self._files:
+            return
+        print(text, file=self._files["txt"])
+        if text.startswith('{"benchmark"'):
+            with contextlib.suppress(json.JSONDecodeError):
+                found = {**json.loads(text), "step": step, "utc": utc(), "card": card()}
+                print(json.dumps(found), file=self._files["jsonl"])
+
+    def ended(self, step: Step, how: str, seconds: float = 0.0) -> None:
+        """Note and say how a step ended."""
+        self.how[step.name] = how
+        found = {"benchmark": "gpu step", "name": step.name, "ended": how}
+        said = {**found, "seconds": round(seconds, 1), "limit": step.limit}
+        self.line(json.dumps(said), step.name)
 
     def close(self) -> None:
         with self._lock:
             for file in self._files.values():
-                file.close()
+                with contextlib.suppress(OSError):
+                    file.close()
             self._files = {}
 
 
@@ -70,33 +92,42 @@ def main() -> int:
     options = arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # not without ending the step
-    failed = []
-    for part, steps in chosen(options.parts):
+    parts = chosen(options.parts)
+    folder = os.environ.get("KVSHM_GPU_RESULTS")
+    try:
+        opened = [Results(part, folder) for part, _ in parts]
+    except OSError as exc:
+        print(f"KVSHM_GPU_RESULTS={folder}: no results can be written there: {exc}")
+        return 2
+    failed = False
+    for (part, steps), results in zip(parts, opened, strict=True):
         patient = [step._replace(limit=step.limit * options.patience) for step in steps]
-        if not run_part(part, patient):
-            failed.append(part)
-    return int(bool(failed))
+        failed |= not run_part(part, patient, results)
+    return int(failed)
 
 
-def run_part(part: str, steps: Sequence[Step], first: Step = READY) -> bool:
+def run_part(part: str, steps: Sequence[Step], results: Results, first: Step = READY) -> bool:
     """Run ``first``, then, if it ended well, all steps; whether all ended well."""
-    results = Results(part, os.environ.get("KVSHM_GPU_RESULTS"))
     begun = time.monotonic()
-    for line in machine():
-        results.line(line, "machine")
-    ended = {first.name: run_step(first, results)}
-    if ended[first.name] == "ok":
-        ended |= {step.name: run_step(step, results) for step in steps}
-    else:
-        ended |= {step.name: "not run" for step in steps}
-    said = ", ".join(f"{name}: {how}" for name, how in ended.items())
-    results.line(f"part {part}, {time.monotonic() - begun:.0f} s: {said}")
-    results.close()
-    return set(ended.values()) == {"ok"}
+    results.line(f"=== part {part}, {utc()}")
+    try:
+        for line in machine():
+            results.line(line, "machine")
+        for step in (first, *steps):
+            if results.how.get(first.name, "ok") == "ok":
+                run_step(step, results)
+    finally:  # if this program is told to end, too
+        for step in steps:
+            if step.name not in results.how:
+                results.ended(step, "not run")
+        said = ", ".join(f"{name}: {how}" for name, how in results.how.items())
+        results.line(f"part {part}, {time.monotonic() - begun:.0f} s: {said}")
+        results.close()
+    return set(results.how.values()) == {"ok"}
 
 
-def run_step(step: Step, results: Results) -> str:
-    """Run one step until its end or its limit; "ok", or how it failed."""
+def run_step(step: Step, results: Results) -> None:
+    """Run one step until its end or its limit."""
     results.line(f"--- {step.name}, {step.limit:g} s at most: python {' '.join(step.command)}")
     begun = time.monotonic()
     process = subprocess.Popen(
@@ -106,12 +137,12 @@ def run_step(step: Step, results: Results) -> str:
     )  # fmt: skip
     reader = threading.Thread(target=_read, args=(process, step, results), daemon=True)
     reader.start()
-    how = _ended(process, step.limit)
-    reader.join(2)  # a process that left the group may still hold the pipe
-    seconds = round(time.monotonic() - begun, 1)
-    found = {"benchmark": "gpu step", "name": step.name, "ended": how, "seconds": seconds}
-    results.line(json.dumps({**found, "limit": step.limit}), step.name)
-    return how
+    how = "ended with the suite"
+    try:
+        how = _ended(process, step.limit)
+    finally:
+        reader.join(2)  # a process that left the group may still hold the pipe
+        results.ended(step, how, time.monotonic() - begun)
 
 
 def _read(process: subprocess.Popen[str], step: Step, results: Results) -> None:
@@ -154,19 +185,32 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def machine() -> list[str]:
+def machine() -> Iterator[str]:
     """What must be known before anything else is believed: kernel, card and driver."""
     kernel = platform.release()
-    try:
-        ran = subprocess.run(CARD, capture_output=True, text=True, timeout=20, check=False)
-        card = (ran.stdout or ran.stderr).strip()
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        card = f"nvidia-smi: {exc}"
-    lines = [f"uname -r: {kernel}", f"nvidia-smi: {card}", f"python: {sys.version}"]
+    yield f"uname -r: {kernel}"
     if kernel == GVISOR:
-        lines.insert(1, "This is gVisor: nothing about CUDA IPC follows from what is seen here.")
+        yield "This is gVisor: nothing about CUDA IPC follows from what is seen here."
+    yield f"nvidia-smi: {card()}"
+    yield f"python: {sys.version}"
     found = {"benchmark": "gpu machine", "kernel": kernel, "gvisor": kernel == GVISOR}
-    return [*lines, json.dumps({**found, "card": card, "cores": os.cpu_count()})]
+    yield json.dumps({**found, "card": card(), "cores": os.cpu_count()})
+
+
+@functools.cache
+def card() -> str:
+    """Name, driver and memory of the cards, or what nvidia-smi said instead; asked for once."""
+    try:
+        ran = subprocess.run(
+            CARD, capture_output=True, text=True, timeout=CARD_LIMIT_S, check=False
+        )
+        return (ran.stdout or ran.stderr).strip()
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        return f"nvidia-smi: {exc}"
+
+
+def utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def arguments() -> argparse.Namespace:

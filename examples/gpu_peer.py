@@ -31,6 +31,8 @@ from gpu_node import hand_out, own_socket, shared_directory, table_of
 from kvshm._ground.ids import BlockId, Epoch, Rank
 
 CALL_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 20.0
+"""For a process to end by itself before it is killed."""
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Hardware queues of a process: of 8, the default, a stream that waits may share one with a stream
 that it waits for."""
@@ -75,8 +77,10 @@ class GpuPeer:
         assert self.process.stdout is not None
         timer = threading.Timer(CALL_TIMEOUT_S, self.process.kill)
         timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
             raise PeerError(f"the process ended with status {self.process.wait()}")
         ok, value = json.loads(line)
@@ -98,7 +102,7 @@ class GpuPeer:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         try:
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
         self.process.stdout.close()
@@ -161,7 +165,7 @@ class Cache:
         elif kind == "cumem":
             address = cumem_allocate(driver, nbytes)
         else:
-            address, _ = driver.vmm_allocate(nbytes, fabric=kind == "fabric")
+            address, self.vmm_bytes = driver.vmm_allocate(nbytes, fabric=kind == "fabric")
         return torch.as_tensor(ForeignMemory(address, nbytes), device="cuda")
 
     def contents(self, seed: int, blocks: int) -> Any:

@@ -2,8 +2,8 @@
 # dist/gpu, without touching that Python's own packages.  Any Python will do:
 #     make verify-gpu GPU_PYTHON=python3.12
 # benchmarks/gpu_suite.py runs the steps, and needs no make:  python3 benchmarks/gpu_suite.py a
-# A part takes at most eight minutes, on 16 cores and one H100 or H200; its results go into the
-# folder KVSHM_GPU_RESULTS, if that is set.
+# A part takes at most eight minutes, on 16 cores and one H100 or H200; its results are appended to
+# files in the folder KVSHM_GPU_RESULTS, if that is set.
 
 GPU_PYTHON ?= python3
 GPU_VERSION ?= 3.12

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,8 +24,15 @@ FORKING = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("KVSHM_GPU_RESULTS", str(tmp_path))
-    return importlib.import_module("gpu_suite")
+    found = importlib.import_module("gpu_suite")
+    found.card.cache_clear()
+    monkeypatch.setattr(found, "CARD", (sys.executable, "-c", "print('a card, a driver')"))
+    return found
+
+
+def run_part(suite: ModuleType, folder: Path, steps: list, first: Any = None) -> bool:
+    results = suite.Results("x", str(folder))
+    return suite.run_part("x", steps, results, first or suite.Step("ready", 20, ("-c", "")))
 
 
 def lines(path: Path) -> list[dict]:
@@ -40,14 +53,16 @@ def test_every_step_runs_whatever_the_others_do(suite: ModuleType, tmp_path: Pat
         step("hangs", 2, ("-c", FORKING)),
         step("measures", 20, ("-c", f"print({measured!r})")),
     ]
-    assert not suite.run_part("x", steps, first=step("ready", 20, ("-c", "")))
+    assert not run_part(suite, tmp_path, steps)
     found = lines(tmp_path / "gpu-x.jsonl")
     ended = {line["name"]: line["ended"] for line in found if line["benchmark"] == "gpu step"}
     assert ended == {
         "ready": "ok", "fails": "failed with status 3", "hangs": "stopped after 2 s",
         "measures": "ok",
     }  # fmt: skip
-    assert {"benchmark": "x", "value": 3, "step": "measures"} in found
+    (kept,) = (line for line in found if line["benchmark"] == "x")
+    assert (kept["value"], kept["step"], kept["card"]) == (3, "measures", "a card, a driver")
+    assert abs(datetime.fromisoformat(kept["utc"]).timestamp() - time.time()) < 100
     text = (tmp_path / "gpu-x.txt").read_text()
     assert "\nwhy\n" in text
     sleeper = next(int(line) for line in text.splitlines() if line.isdigit())
@@ -59,9 +74,8 @@ def test_the_first_lines_name_kernel_and_card(
 ) -> None:
     """On gVisor nothing follows from a result, and the output says so."""
     monkeypatch.setattr(suite.platform, "release", lambda: suite.GVISOR)
-    monkeypatch.setattr(suite, "CARD", (sys.executable, "-c", "print('a card, a driver')"))
-    assert suite.run_part("x", [], first=suite.Step("ready", 20, ("-c", "")))
-    first, second, third, *_ = (tmp_path / "gpu-x.txt").read_text().splitlines()
+    assert run_part(suite, tmp_path, [])
+    _, first, second, third, *_ = (tmp_path / "gpu-x.txt").read_text().splitlines()
     assert (first, third) == ("uname -r: 4.4.0", "nvidia-smi: a card, a driver")
     assert "nothing about CUDA IPC follows" in second
 
@@ -69,7 +83,9 @@ def test_the_first_lines_name_kernel_and_card(
 def test_nothing_runs_where_the_machine_is_not_ready(suite: ModuleType, tmp_path: Path) -> None:
     step = suite.Step
     unready = step("ready", 20, ("-c", "import sys; sys.exit('no GPU')"))
-    assert not suite.run_part("x", [step("never", 20, ("-c", "print('ran')"))], first=unready)
+    assert not run_part(suite, tmp_path, [step("never", 20, ("-c", "print('ran')"))], unready)
+    last = lines(tmp_path / "gpu-x.jsonl")[-1]
+    assert (last["name"], last["ended"]) == ("never", "not run")
     text = (tmp_path / "gpu-x.txt").read_text()
     assert "no GPU" in text
     assert "never: not run" in text
@@ -77,9 +93,10 @@ def test_nothing_runs_where_the_machine_is_not_ready(suite: ModuleType, tmp_path
 
 
 def test_each_part_fits_its_time_and_runs_files_that_exist(suite: ModuleType) -> None:
-    limit = importlib.import_module("gpu_steps").PART_LIMIT_S
+    known = importlib.import_module("gpu_steps")
     for steps in suite.PARTS.values():
-        assert sum(step.limit for step in (suite.READY, *steps)) <= limit
+        limits = [step.limit for step in (suite.READY, *steps)]
+        assert sum(limits) + known.CARD_LIMIT_S <= known.PART_LIMIT_S
         for step in steps:
             named = [word for word in step.command if word.endswith(".py")]
             assert all((ROOT / path).is_file() for path in named), step
@@ -92,3 +109,50 @@ def test_steps_that_are_named_share_one_part(suite: ModuleType) -> None:
         ("c", ["copy-rates", "copy-ways"]),
         ("steps", ["demo", "stalls"]),
     ]
+
+
+def test_a_part_that_runs_again_keeps_what_it_saw_before(suite: ModuleType, tmp_path: Path) -> None:
+    for value in (1, 2):
+        measured = json.dumps({"benchmark": "x", "value": value})
+        run_part(suite, tmp_path, [suite.Step("measures", 20, ("-c", f"print({measured!r})"))])
+    found = [line["value"] for line in lines(tmp_path / "gpu-x.jsonl") if line["benchmark"] == "x"]
+    assert found == [1, 2]
+    assert (tmp_path / "gpu-x.txt").read_text().count("=== part x") == 2
+
+
+def started(folder: Path, *names: str) -> subprocess.Popen[str]:
+    """The suite as a program."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py"), *names], text=True,
+        env={**os.environ, "KVSHM_GPU_RESULTS": str(folder)}, cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.multiprocess
+def test_results_that_cannot_be_written_are_an_error_before_the_first_step(tmp_path: Path) -> None:
+    """A file in place of the folder, a folder below a file, and a folder in place of a file."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd" / "gpu-steps.jsonl").mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "odd"):
+        suite = started(folder, "demo", "mps")
+        said = suite.communicate(timeout=60)[0]
+        assert suite.returncode == 2, said
+        assert said.startswith(f"KVSHM_GPU_RESULTS={folder}: no results can be written there: ")
+        assert said.count("\n") == 1
+
+
+def test_a_suite_that_is_ended_says_what_it_did_not_run(suite: ModuleType, tmp_path: Path) -> None:
+    def end(*_: object) -> None:
+        sys.exit(1)
+
+    before = signal.signal(signal.SIGTERM, end)
+    step = suite.Step
+    ends = step("ends", 20, ("-c", f"import os, time; os.kill({os.getpid()}, 15); time.sleep(99)"))
+    try:
+        with pytest.raises(SystemExit):
+            run_part(suite, tmp_path, [ends, step("never", 20, ("-c", ""))])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    ended = {line["name"]: line["ended"] for line in lines(tmp_path / "gpu-x.jsonl")[2:]}
+    assert ended == {"ends": "ended with the suite", "never": "not run"}
