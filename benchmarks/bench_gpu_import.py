@@ -83,7 +83,7 @@ def measure(
     """Import so many blocks again and again in one state; then the host's part."""
     cache.blank()
     beside.begin(state)
-    time.sleep(sized(0.3, 0.1))
+    time.sleep(sized(0.3, 0.1))  # the decoders get going
     milliseconds: list[float] = []
     alone: list[dict[str, list[float]]] = []
     importing: list[dict[str, list[float]]] = []
@@ -91,7 +91,7 @@ def measure(
         pauses = number % 4 in (0, 3)  # pause, imports, imports, pause
         beside.taken(state)  # of what ran before
         if pauses and state != "idle":
-            time.sleep(ROUND_S)
+            time.sleep(ROUND_S)  # the decoders' steps alone are the other arm
         elif not pauses:
             milliseconds += imports(cache, table, blocks)
         (alone if pauses else importing).append(beside.taken(state))
@@ -178,7 +178,7 @@ def one_import(
 def wait(cache: Cache) -> CopyState:
     """How the copy that was begun last ended."""
     while (state := CopyState(cache.copies[0].poll())) is CopyState.PENDING:
-        time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S)  # leaves the interpreter to the thread that decodes
     return state
 
 

@@ -102,7 +102,7 @@ class Measured:
     def alone(self, seconds: float) -> None:
         if self.state != "idle":
             self.beside.taken(self.state)  # of what ran before
-            time.sleep(seconds)
+            time.sleep(seconds)  # the decoders' steps alone are the other arm
             self._steps["alone"].append(self.beside.taken(self.state))
 
     def copying(self, seconds: float) -> None:
@@ -191,7 +191,7 @@ def contiguous_copies(cache: Cache) -> Callable[[], None]:
             driver.copy(target, source, BYTES, stream)
         driver.record(event, stream)
         while not driver.done(event):
-            time.sleep(5e-5)
+            time.sleep(5e-5)  # as beside copies
 
     return burst
 

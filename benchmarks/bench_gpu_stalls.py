@@ -155,14 +155,14 @@ def stalls(cache: Cache, descriptor: str) -> dict[str, Any]:
     attached: list[tuple[float, float]] = []
     detached: list[tuple[float, float]] = []
     with Launches() as launches:
-        time.sleep(0.2)
+        time.sleep(0.2)  # the first launches load code
         launches.taken.clear()  # warm from here on
         begun = time.perf_counter()
-        time.sleep(sized(1.0, 0.2))
+        time.sleep(sized(1.0, 0.2))  # launches alone are the other arm
         alone = [(begun, time.perf_counter())]
         for _ in range(ROUNDS):
             cycle(cache, descriptor, attached, detached)
-            time.sleep(0.02)
+            time.sleep(0.02)  # so that a stall ends before the next begins
     during = launches.during(attached)
     return {
         "launch_us_alone": launches.during(alone),
@@ -182,7 +182,7 @@ def cycle(
     cache.attach(descriptor)
     middle = time.perf_counter()
     attached.append((begun, middle))
-    time.sleep(0.02)
+    time.sleep(0.02)  # as between rounds
     begun = time.perf_counter()
     cache.detach()
     detached.append((begun, time.perf_counter()))

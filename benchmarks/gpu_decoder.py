@@ -76,7 +76,7 @@ class Decoder:
             self._torch.cuda.set_device(self._device)
             while self._running.is_set():
                 self.step()
-        except Exception as exc:
+        except Exception as exc:  # any: raised where the thread is stopped
             self._failed = exc
 
     def milliseconds(self) -> list[float]:

@@ -82,7 +82,7 @@ def end_daemon(environment: dict[str, str], pid_file: Path) -> None:
     """Ask the daemon to end, and kill it and its servers if it does not: within 3 s if hurried."""
     servers = said(environment, "get_server_list", 1 if _hurried else 5)
     said(environment, "quit -t 1" if _hurried else "quit -t 5", 1.5 if _hurried else 10)
-    time.sleep(0 if _hurried else 1)
+    time.sleep(0 if _hurried else 1)  # to end by themselves
     with suppress(OSError, ValueError):  # a daemon that has ended took its file along
         numbers = [int(pid_file.read_text()), *(int(n) for n in servers.split() if n.isdigit())]
         for number in numbers:
@@ -139,7 +139,7 @@ def state(peer: GpuPeer) -> object:
     """Whether a process's GPU still works, at once and after 3 s; or the error that it met."""
     try:
         at_once = peer.call("healthy")
-        time.sleep(3)
+        time.sleep(3)  # an error may come late
         return [at_once, peer.call("healthy")]
     except (PeerError, OSError) as exc:
         return str(exc)

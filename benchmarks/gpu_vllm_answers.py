@@ -200,5 +200,5 @@ def until_leased(table: SlotTableView, before: int, answer: Future[Result]) -> b
     while table.counters.read(LEASES_TAKEN) == before:
         if answer.done():
             return False
-        time.sleep(0.0001)
+        time.sleep(0.0001)  # a lease lasts for milliseconds at least
     return True

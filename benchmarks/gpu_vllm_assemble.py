@@ -103,7 +103,7 @@ def misfits_of_torch(made_for: Mapping[str, str]) -> Iterator[str]:
     if (torch.version.cuda or "none").split(".")[0] != made_for["cuda"]:
         yield f"torch is for CUDA {torch.version.cuda}, and vLLM's kernels for {made_for['cuda']}"
     try:
-        import triton  # noqa: F401
+        import triton  # noqa: F401  # only whether it is there
     except ImportError as exc:
         yield f"triton cannot be imported: {exc}"
 

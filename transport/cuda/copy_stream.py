@@ -36,8 +36,8 @@ ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
 """Offset of the ids in a copy's host memory: the stop word before them has its own cache line."""
-_PREPARED_PAIRS = 8192
 _PREPARED = 3
+_PREPARED_PAIRS = 8192
 """Copies that may be under way at a time, and pairs of each, before a copy has to allocate."""
 
 
