@@ -27,7 +27,7 @@ from kvshm._engine.load_planner import LoadPlanner, LoadResult
 from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank
@@ -37,10 +37,17 @@ from kvshm._shm.counters import (
     HOOK_ERRORS,
     KEPT,
     LOADS_AT_ONCE,
+    LOADS_LOST,
+    MISS_FAILED,
     MISS_NO_ROOM,
+    MISS_NOT_IMPORTING,
+    MISS_NOT_READ,
+    MISS_NOT_SHARED,
+    MISS_OWN,
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
+    Counter,
 )
 
 __all__ = [
@@ -48,7 +55,13 @@ __all__ = [
     "HOOK_ERRORS",
     "KEPT",
     "LOADS_AT_ONCE",
+    "LOADS_LOST",
+    "MISS_FAILED",
+    "MISS_NOT_IMPORTING",
+    "MISS_NOT_READ",
+    "MISS_NOT_SHARED",
     "MISS_NO_ROOM",
+    "MISS_OWN",
     "ONE_FULL_GROUP",
     "POLL_SECONDS",
     "PROMPT_TOKENS_COMPUTED",
@@ -56,11 +69,13 @@ __all__ = [
     "PROMPT_TOKENS_PEER",
     "BlockId",
     "Costs",
+    "Counter",
     "EngineSpec",
     "Epoch",
     "Group",
     "Groups",
     "LoadFailure",
+    "LoadId",
     "LoadOrder",
     "LoadPlanner",
     "LoadReport",

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+from kvshm._ground.ids import LoadId
 from kvshm._ground.log import RateLimit, logger
 
 log = logger(__name__)
@@ -49,8 +50,8 @@ class _WithheldHashes:
     """A request whose blocks get no hashes, and vLLM's calls that would have set them."""
 
     request: Any
-    load_id: str = ""
-    """Id of the load that fills the blocks; empty until vLLM has allocated them."""
+    load_id: LoadId | None = None
+    """Id of the load that fills the blocks; None until vLLM has allocated them."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -121,14 +122,14 @@ class AtOnce:
         """Whether hashes of the request's blocks are withheld now."""
         return request_id in self.withheld
 
-    def begun(self, request_id: str, load_id: str) -> None:
+    def begun(self, request_id: str, load_id: LoadId) -> None:
         """The blocks are allocated; this load will fill them."""
         self.withheld[request_id].load_id = load_id
 
     def without_load(self, scheduled: Container[str]) -> list[Any]:
         """Requests in the step being built whose blocks no load will fill: kvshm has failed.
         Forgets requests that vLLM has left out of the step."""
-        none = [held.request for held in self.withheld.values() if not held.load_id]
+        none = [held.request for held in self.withheld.values() if held.load_id is None]
         for request in none:
             if request.request_id not in scheduled:
                 self.forget(request.request_id)
@@ -151,7 +152,7 @@ class AtOnce:
         if (held := self.withheld.pop(request_id, None)) is not None:
             self._replay(held)
 
-    def arrived(self, request_id: str, load_id: str) -> None:
+    def arrived(self, request_id: str, load_id: LoadId) -> None:
         """The load succeeded: set the withheld hashes if the request still has the blocks."""
         held = self.withheld.get(request_id)
         if held is not None and held.load_id == load_id:
@@ -163,7 +164,7 @@ class AtOnce:
         for args, kwargs in held.calls:
             self._give_hashes(*args, **kwargs)
 
-    def failed(self, request_id: str, load_id: str) -> None:
+    def failed(self, request_id: str, load_id: LoadId) -> None:
         """The load failed: drop everything that the request has computed on top of its blocks, in
         steps under way too, and have vLLM compute the request again."""
         held = self.withheld.get(request_id)
@@ -173,12 +174,12 @@ class AtOnce:
 
     def undo_all(self) -> None:
         """Treat every load that steps under way wait for as ``failed``."""
-        for request_id in [r for r, held in self.withheld.items() if held.load_id]:
+        for request_id in [r for r, h in self.withheld.items() if h.load_id is not None]:
             try:
                 self._undo(request_id)
             except Exception:  # of vLLM's methods; the other requests must be undone too
                 if self._log_limit.allows("not preempted"):
-                    log.exception("request %s could not be preempted and was ended", request_id)
+                    log.exception("request %.100r could not be preempted and was ended", request_id)
                 status = type(self.withheld.pop(request_id).request.status)
                 self._scheduler.finish_requests(request_id, status.FINISHED_ERROR)
 

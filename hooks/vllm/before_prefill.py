@@ -11,16 +11,22 @@ Imports whole blocks only, never the prompt's last token, and nothing for a requ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from itertools import count
 from typing import Any
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._ground.ids import BlockId, Epoch, LoadId
 from kvshm.config import Config
 from kvshm.halves import (
+    LOADS_LOST,
+    MISS_FAILED,
     MISS_NO_ROOM,
+    MISS_NOT_IMPORTING,
+    MISS_NOT_READ,
+    MISS_NOT_SHARED,
+    MISS_OWN,
+    Counter,
     Groups,
-    LoadFailure,
     LoadOrder,
     LoadReport,
     Part,
@@ -29,27 +35,20 @@ from kvshm.halves import (
 )
 
 from .at_once import AtOnce
-from .imports import Import, Tables, loaded_blocks
+from .held_requests import HeldRequests
+from .imports import Import, Tables, Way, loaded_blocks
 from .lookups import Lookups
 from .pool_room import PoolRoom
+from .ready_peers import ReadyPeers
 from .request_share import may_share
+from .twins import Twins
 
 LINGER_SECONDS = 0.002
-SEPARATOR = "\0"
-"""Part of the id of each load that a step waits for; no request's id contains it."""
 SECONDS_BEGUN = 0.02
 """Longest estimated time of all asynchronous copies that one step begins, unless there is only one:
 the requests that run meanwhile share memory and cores with these copies."""
 STEPS_LOST = 2
 """How many steps later than a local hit an asynchronous import is ready, besides its copy."""
-LATE_SECONDS = 10.0
-"""For how long no step waits for a peer whose copy was too late: while copies take longer than
-estimated, each request would wait in vain and be preempted."""
-MATCHES_IN_VAIN = 4
-"""How often a request may be matched without being scheduled.  vLLM may have another reason
-than memory; but a request for which vLLM has no room blocks all requests behind it."""
-TWIN_WAIT_SECONDS = 0.1
-"""How long a request waits for another request's import of the same prefix."""
 
 
 class RequestImporter:
@@ -64,7 +63,7 @@ class RequestImporter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._planner = cache, cache.planner
-        self._config, self._clock = config, clock
+        self._config = config
         self._block_size = block_size  # tokens per hash
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
@@ -73,25 +72,21 @@ class RequestImporter:
         """Whether the step being built may have loads, or has used some of its budgets: vLLM has
         asked for a match, or allocated blocks, since ``step_dispatched``."""
         self.at_once = AtOnce()
-        self.attached: dict[int, frozenset[Epoch]] = {}
-        """Epochs of the peers that each rank has attached, as reported by the ranks."""
+        self.peers = ReadyPeers(num_ranks, clock)
+        self.held = HeldRequests(clock)
         self._num_ranks = num_ranks
         self._attempts = count()
         self._begun = 0.0
         """Estimated seconds of the asynchronous copies that the step being built begins."""
         self._plans: dict[str, Plan] = {}
-        self._imports: dict[str, Import] = {}
+        self._imports: dict[LoadId, Import] = {}
         """Imports under way, by the ids of their loads."""
-        self._new: dict[str, Import] = {}
+        self._new: dict[LoadId, Import] = {}
         """Those whose load the step being built hands over to the ranks."""
-        self._first_hashes: dict[bytes, str] = {}
-        self._waiting_since: dict[str, float] = {}
+        self._twins = Twins(clock)
         self._failed: set[str] = set()
-        self._late_until: dict[Epoch, float] = {}
         self._had_no_room: dict[str, int] = {}
         """Free blocks when a request's import did not fit."""
-        self._in_vain: dict[str, int] = {}
-        """How often a request was matched and not scheduled."""
         self._ended: set[str] = set()
         """Requests that ended while their load was under way."""
         self.unscheduled: set[str] = set()
@@ -115,20 +110,33 @@ class RequestImporter:
             return 0
         self.has_news = True
         self.at_once.forget(request_id)
-        if self._plans.pop(request_id, None) is not None:
-            self._in_vain[request_id] = times = self._in_vain.get(request_id, 0) + 1
-            if self.room is None or times >= MATCHES_IN_VAIN:
-                self._failed.add(request_id)
-        if not possible or request_id in self._failed or not self.may_share(request):
+        self._plans.pop(request_id, None)  # vLLM had another reason than room not to schedule it
+        if not possible:
+            return 0
+        if (reason := self._why_not(request, start)) is not None:
+            self._cache.count(reason)
             return 0
         return self._match_blocks(request, start, stop)
 
+    def pass_over(self, request_id: str) -> None:
+        """In place of ``match`` while nothing may be imported."""
+        self._cache.count(MISS_NOT_IMPORTING)
+        self.at_once.forget(request_id)
+
+    def _why_not(self, request: Any, start: int) -> Counter | None:
+        """Why nothing is imported for this request, whoever has its blocks; None: no reason."""
+        if request.request_id in self._failed:
+            return MISS_FAILED
+        if not self.may_share(request):
+            return MISS_NOT_SHARED
+        if request.skip_reading_prefix_cache:
+            return MISS_NOT_READ
+        return MISS_OWN if self._holds(request.block_hashes[start]) else None
+
     def _match_blocks(self, request: Any, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
-        request_id, chain = request.request_id, request.block_hashes
-        if request.skip_reading_prefix_cache or self._holds(chain[start]):
-            return 0  # vLLM either may not use cached blocks or has this block itself
-        if self._twin_is_loading(request_id, chain, start):
+        request_id = request.request_id
+        if self._twins.waits(request_id, request.block_hashes[start]):
             return None
         if not self._fits(request, self.lookups.groups.blocks_at(start) + 1, (True, False)):
             return 0
@@ -142,8 +150,7 @@ class RequestImporter:
         blocks = self.lookups.groups.blocks_at(plan.start + plan.length) + own
         if not self._fits(request, blocks, (awaited,)):
             return 0
-        if not self._planner.worth(plan, waiting):
-            self.lookups.declined(request)
+        if not self.lookups.is_worth(request, plan, waiting):
             return 0
         if not awaited and not self._within_copy_budget(seconds):
             return None  # the next step may begin it
@@ -153,6 +160,8 @@ class RequestImporter:
             price = costs.compute_seconds(plan.length * self._block_size)
             self.at_once.withhold_hashes(request, seconds, price)
         self._plans[request_id] = plan
+        if self.room is not None:
+            self.room.watch()
         return plan.length * self._block_size
 
     def _holds(self, block_hash: bytes) -> bool:
@@ -169,18 +178,9 @@ class RequestImporter:
         self._begun += seconds
         return True
 
-    def record_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
-        """Record which peers these ranks have attached; returns those that all ranks have."""
-        self.attached.update(by_rank)
-        if len(self.attached) < self._num_ranks:
-            return frozenset()
-        return frozenset.intersection(*self.attached.values())
-
     def _may_await(self, plan: Plan, seconds: float, alone: bool) -> bool:
-        """Whether the step may wait for the copy: it must be short, and its peers attached."""
-        peers, now = {Epoch(run.peer.info.epoch) for run in plan.runs}, self._clock()
-        self._late_until = {e: until for e, until in self._late_until.items() if now < until}
-        ready = peers.isdisjoint(self._late_until) and peers <= self.record_attached({})
+        """Whether the step may wait for the copy: it must be short, and its peers ready."""
+        ready = self.peers.are_ready({Epoch(run.peer.info.epoch) for run in plan.runs})
         return ready and self.at_once.accepts(seconds + self._queued_seconds(), alone)
 
     def _queued_seconds(self) -> float:
@@ -200,9 +200,14 @@ class RequestImporter:
             return False
         if any(free > blocks if way else room.admits(blocks, request) for way in awaited):
             return True
+        self._refuse(request_id, free)
+        return False
+
+    def _refuse(self, request_id: str, free: int) -> None:
+        """There is no room for the request's import: have it computed if there is room for that,
+        until more blocks than ``free`` are."""
         self._had_no_room[request_id] = free
         self._cache.count(MISS_NO_ROOM)
-        return False
 
     def may_share(self, request: Any) -> bool:
         """Whether this request may share, in either direction."""
@@ -210,11 +215,12 @@ class RequestImporter:
 
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """vLLM has allocated blocks: lease the external blocks and plan their load."""
+        if num_external > 0 and not self.at_once.withholds(request.request_id):
+            self.held.add(request.request_id)  # before anything can fail
         plan = self._plans.pop(request.request_id, None)
         self.lookups.forget(request.request_id)
         self.unscheduled.discard(request.request_id)
         self._had_no_room.pop(request.request_id, None)
-        self._in_vain.pop(request.request_id, None)
         if num_external <= 0:
             self.at_once.refused(request.request_id)
             return
@@ -250,17 +256,15 @@ class RequestImporter:
         chain = request.block_hashes
         blocks = loaded_blocks(chain, parts, tables)
         targets = tuple(block for part in blocks for block in part.blocks)
-        load_id = request_id = request.request_id
-        if awaited := self.at_once.withholds(request_id):
-            # vLLM knows an asynchronous load by its request's id.  vLLM does not know the loads
-            # that a step waits for, and an earlier load of the request may still lack its report.
-            load_id = f"{request_id}{SEPARATOR}{next(self._attempts)}"
+        request_id = request.request_id
+        way = Way.AT_ONCE if self.at_once.withholds(request_id) else Way.ASYNCHRONOUS
+        # vLLM knows an asynchronous load by its request's id, and does not know the others.
+        load_id = request_id if way is Way.ASYNCHRONOUS else next(self._attempts)
         load = LoadOrder.of_nothing(load_id, targets)
-        made = Import(request_id, load, chain, start, blocks)
+        made = Import(request_id, way, load, chain, start, blocks)
         self._imports[load_id] = self._new[load_id] = made
-        if start < len(chain):
-            self._first_hashes[chain[start]] = request_id
-        if awaited:
+        self._twins.begun(made)
+        if way is Way.AT_ONCE:
             self.at_once.begun(request_id, load_id)
         return made
 
@@ -271,14 +275,15 @@ class RequestImporter:
             return [], []
         for request in self.at_once.without_load(scheduled):
             self._register(request, 0)
-        loads = [made.load for made in self._new.values()]
-        asynchronous = [load for load in loads if SEPARATOR not in load.load_id]
-        return asynchronous, [load for load in loads if SEPARATOR in load.load_id]
+        return self._new_loads(Way.ASYNCHRONOUS), self._new_loads(Way.AT_ONCE)
+
+    def _new_loads(self, way: Way) -> list[LoadOrder]:
+        return [made.load for made in self._new.values() if made.way is way]
 
     @property
     def step_waits(self) -> bool:
         """Whether the step being built computes from blocks that a load has yet to fill."""
-        return bool(self.at_once.withheld) or any(SEPARATOR in load_id for load_id in self._new)
+        return bool(self.at_once.withheld or self._new_loads(Way.AT_ONCE))
 
     def linger(self, begun: Sequence[LoadOrder], busy: bool) -> float:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
@@ -288,21 +293,25 @@ class RequestImporter:
 
     def step_dispatched(self) -> None:
         """The step with the loads is dispatched."""
+        if self.has_news and self.room is not None:
+            for request_id, free in self.room.unwatch().items():
+                if request_id in self._plans:  # it blocks all requests behind it
+                    self._refuse(request_id, free)
         self.has_news, self._new, self._begun = False, {}, 0.0
 
-    def drop(self, load_ids: Iterable[str]) -> None:
+    def drop(self, load_ids: Iterable[LoadId]) -> None:
         """Forget these imports, still unfinished although all ranks have reported: something
         failed, and requests for the same prefix must not wait for them."""
         for load_id in load_ids:
             if (done := self._imports.pop(load_id, None)) is not None:
-                self._forget_first(done)
+                self._twins.ended(done)
                 self._failed.add(done.request_id)
                 self._end(done.request_id)
 
     def undo_awaited(self) -> None:
         """What handles the loads that steps wait for has failed: treat all of them as failed."""
         self.at_once.undo_all()
-        self.drop([load_id for load_id in self._imports if SEPARATOR in load_id])
+        self.drop([name for name, each in self._imports.items() if each.way is Way.AT_ONCE])
 
     def finish_awaited(
         self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
@@ -314,7 +323,7 @@ class RequestImporter:
             if (done := self._imports.get(load.load_id)) is None:
                 continue
             own = [report for report in reports if report.load_id == load.load_id]
-            self._record_late(own)
+            self.peers.record_late(own)
             heard = len(own) == self._num_ranks and bool(load.pieces) and not load.lost
             if not heard or any(report.bad for report in own):
                 own.append(LoadReport(load.load_id, load.targets))
@@ -322,11 +331,6 @@ class RequestImporter:
             done.reports = own
             results.append(self._finish(load.load_id))
         return results
-
-    def _record_late(self, reports: Iterable[LoadReport]) -> None:
-        for failure in (failure for report in reports for failure in report.failures):
-            if failure.reason is LoadFailure.TOO_LATE:
-                self._late_until[failure.peer_epoch] = self._clock() + LATE_SECONDS
 
     def reported(self, reports: Iterable[LoadReport]) -> set[BlockId]:
         """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``.
@@ -341,14 +345,15 @@ class RequestImporter:
 
     def finish(self, request_ids: Iterable[str]) -> list[Import]:
         """All ranks have reported these requests: finish their imports."""
+        self.held.reported(request_ids)
         ended = [request_id for request_id in request_ids if request_id in self._imports]
         self.unscheduled.update(set(ended) - self._ended)
         return [self._finish(request_id) for request_id in ended]
 
-    def _finish(self, load_id: str) -> Import:
+    def _finish(self, load_id: LoadId) -> Import:
         """End an import.  A rank without a report has not filled any block."""
         done = self._imports.pop(load_id)
-        self._forget_first(done)
+        self._twins.ended(done)
         if len(done.reports) < self._num_ranks:
             done.reports.append(LoadReport(load_id, done.targets))
         done.bad = self._planner.end_load(done.load, done.reports)
@@ -365,18 +370,28 @@ class RequestImporter:
 
     def under_way(self) -> set[str]:
         """Requests that vLLM holds back because not every rank has reported their load."""
-        return {load_id for load_id in self._imports if SEPARATOR not in load_id}
+        return {m.request_id for m in self._imports.values() if m.way is Way.ASYNCHRONOUS}
 
     def discard_loads(self, request_ids: Iterable[str]) -> None:
         """Finish loads that have ended and that no rank will report: they bring nothing."""
         for request_id in request_ids:
             self._finish(request_id)
 
+    def give_up(self, request: Any) -> Set[BlockId]:
+        """Nobody will report the load of this request, which is computed.  Returns the blocks that
+        the load was to fill, as far as it is known."""
+        self._cache.count(LOADS_LOST)
+        if request.request_id in self._imports:
+            return self._finish(request.request_id).bad
+        if not request.is_finished():
+            self._failed.add(request.request_id)
+        return set()
+
     def request_finished(self, request_id: str) -> None:
         """The request has ended; its load goes on until all ranks have reported it."""
         self._plans.pop(request_id, None)
-        for known in (self._waiting_since, self._had_no_room, self._in_vain):
-            known.pop(request_id, None)
+        self._had_no_room.pop(request_id, None)
+        self._twins.forget(request_id)
         self.lookups.forget(request_id)
         self._failed.discard(request_id)
         self.unscheduled.discard(request_id)
@@ -384,17 +399,3 @@ class RequestImporter:
             self._ended.add(request_id)
         else:
             self.at_once.forget(request_id)
-
-    def _twin_is_loading(self, request_id: str, chain: list[bytes], start: int) -> bool:
-        """Whether to wait, for a limited time, for another request's import of this block."""
-        other = self._first_hashes.get(chain[start])
-        if other is None or other == request_id:
-            self._waiting_since.pop(request_id, None)
-            return False
-        since = self._waiting_since.setdefault(request_id, self._clock())
-        return self._clock() - since < TWIN_WAIT_SECONDS
-
-    def _forget_first(self, done: Import) -> None:
-        for block_hash in done.chain[done.start : done.start + 1]:
-            if self._first_hashes.get(block_hash) == done.request_id:
-                del self._first_hashes[block_hash]

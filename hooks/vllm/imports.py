@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +13,13 @@ from kvshm.halves import LoadOrder, LoadReport, Part
 
 Tables: TypeAlias = Sequence[Sequence[BlockId]]
 """A request's block tables, by group."""
+
+
+class Way(Enum):
+    """What waits for an import."""
+
+    ASYNCHRONOUS = "vLLM holds the request back until every rank has reported the load"
+    AT_ONCE = "the step that computes the request waits"
 
 
 class LoadedBlocks(NamedTuple):
@@ -40,6 +48,7 @@ class Import:
     """One request's import: its load, and what the ranks report of that load."""
 
     request_id: str
+    way: Way
     load: LoadOrder
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""

@@ -38,6 +38,8 @@ class Lookups:
         self._clock = clock
         self._answers: dict[str, Answer] = {}
         """By request."""
+        self._decisions: dict[str, tuple[tuple[int, int, bool], bool]] = {}
+        """By request: what was decided on, and whether it is worth it."""
 
     def find(self, request: Any, start: int, stop: int) -> Plan | None:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
@@ -75,13 +77,22 @@ class Lookups:
         elif own == 0:
             request.shared_prefix_boundary = common
 
-    def declined(self, request: Any) -> None:
-        """The plan that was found is not carried out: computing is faster."""
-        if not self.groups.one_full:
+    def is_worth(self, request: Any, plan: Plan, waiting: float) -> bool:
+        """Whether to import the plan's blocks rather than compute them.  Decided once for each
+        request and prefix: vLLM asks in every step while the request waits, and one of so many
+        decisions is a trial.  ``waiting``: as for ``LoadPlanner.worth``."""
+        about = plan.start, plan.length, waiting > 0
+        known, worth = self._decisions.get(request.request_id, (None, False))
+        if known != about:
+            worth = self._planner.worth(plan, waiting)
+            self._decisions[request.request_id] = about, worth
+        if not worth and not self.groups.one_full:
             until = self._clock() + AGAIN_SECONDS
             common = getattr(request, "shared_prefix_boundary", 0)
             self._answers[request.request_id] = Answer(until, (0, 0), None, common)
+        return worth
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or the blocks of its plan have been allocated."""
         self._answers.pop(request_id, None)
+        self._decisions.pop(request_id, None)

@@ -16,16 +16,42 @@ arrive or decode meanwhile: vLLM schedules no request behind one that waits for 
 
 
 class PoolRoom:
-    """Reads the pool of one engine; changes nothing.  Scheduler's thread."""
+    """Reads the pool of one engine.  Scheduler's thread."""
 
     def __init__(self, manager: Any, requests: Mapping[str, Any], groups: Groups) -> None:
         """``manager`` is vLLM's KV cache manager with these ``groups``, ``requests`` vLLM's
         scheduler's, by id."""
         self._manager = manager
+        self._allocate: Any = None
+        """vLLM's method that is wrapped now, or None."""
+        self._found_none: dict[str, int] = {}
         self._requests = requests
         self._groups = groups
         self._managers = manager.coordinator.single_type_managers
         self._cached = manager.block_pool.cached_block_hash_to_block
+
+    def watch(self) -> None:
+        """See, until ``unwatch``, for which requests vLLM finds no room: it has many other reasons
+        not to schedule a request in a step, and does not say which it was.  Only steps with a match
+        pay for the wrapper: vLLM allocates for each running request, too."""
+        if self._allocate is not None:
+            return
+        self._allocate = allocate = self._manager.allocate_slots
+
+        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if (blocks := allocate(request, *args, **kwargs)) is None:
+                self._found_none[request.request_id] = self.free()
+            return blocks
+
+        self._manager.allocate_slots = allocate_slots
+
+    def unwatch(self) -> dict[str, int]:
+        """Return these requests, each with the number of free blocks it has found."""
+        if self._allocate is None:
+            return {}
+        self._manager.allocate_slots, self._allocate = self._allocate, None
+        found, self._found_none = self._found_none, {}
+        return found
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether the engine's own cache has a block of this hash, in group 0."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvshm._ground.ids import LoadId
 from kvshm.halves import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
@@ -60,7 +61,7 @@ class PromptTokens:
         """What was counted since the last ``take``; None: nothing."""
         self._imported: dict[str, Import] = {}
         """The ended import of each request that vLLM has not scheduled yet."""
-        self._awaited: dict[str, tuple[Any, Sources, int]] = {}
+        self._awaited: dict[LoadId | None, tuple[Any, Sources, int]] = {}
         """By the ids of the loads that the first steps of requests wait for: the request, all but
         the import's tokens, and how many these are."""
         self._reports: dict[str, Sources] = {}

@@ -42,6 +42,17 @@ class Ranks:
             self._ask("forget", sorted(ended))
         return ended
 
+    def end_loads(self, load_ids: Iterable[str]) -> set[str]:
+        """Have every rank end these loads and never report them; returns those that no rank
+        carries out any more.  vLLM, which counts the ranks' reports, forgets the others' too."""
+        answers = self._ask("end_loads", sorted(load_ids))
+        ended: set[str] = set.intersection(*(a or set() for a in answers)) if answers else set()
+        counted: Any = getattr(self._executor, "kv_output_aggregator", None)
+        for name in ended if counted is not None else ():
+            counted._recv_remaining_count.pop(name, None)
+            counted._failed_recving_pending.discard(name)
+        return ended
+
     def _ask(self, question: str, *args: Any) -> Any:
         """Call a method of every rank's WorkerSide; returns a list of the answers by rank, None
         from a rank that cannot answer."""

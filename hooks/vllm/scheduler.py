@@ -18,6 +18,7 @@ from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, Schedul
 from .after_prefill import BlockTracker, CompletedRuns
 from .awaited_loads import end_awaited
 from .groups import groups_of
+from .held_requests import compute_lost, end_all_loads
 from .identity import scheduler_fields, with_none_hash
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
@@ -33,8 +34,8 @@ from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_
 
 log = logger(__name__)
 
-MAX_FENCES = 1000
-"""How often an idle engine asks its ranks about a fence, vLLM waits a millisecond in between."""
+FENCE_SECONDS = 2.0
+"""How long an idle engine asks its ranks about a fence: a rank may hang."""
 
 NOT_SYNCED = object()  # ``_synced_state`` while the ranks lack something: equal to no state
 
@@ -67,7 +68,7 @@ class SchedulerSide:
         self._ranks: Ranks | None = None
         self._off = False  # whether a hook has failed
         self._step = 0
-        self._fences = 0  # steps without a forward pass since the last step with one
+        self._idle_since: float | None = None  # None: the last step had a forward pass
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
         self._announced: int | None = None  # the last epoch that the ranks were told to open
@@ -121,13 +122,7 @@ class SchedulerSide:
 
     def _give_up_loads(self) -> set[str]:
         """End all loads under way, without a step; returns the requests whose loads have ended."""
-        loads, ended = self.importer.under_way(), set(self.importer.unscheduled)
-        if not loads or self._ranks is None:
-            return ended
-        self.reset()
-        given_up = self._ranks.give_up(loads)
-        self.importer.discard_loads(given_up)
-        return given_up | ended
+        return end_all_loads(self.importer, self._ranks, self.reset)
 
     def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
         """Let steps wait for short imports.  Not on a GPU with speculation: a drafter writes late,
@@ -223,7 +218,7 @@ class SchedulerSide:
         whether vLLM must hold the request back until they have arrived.  Nothing is imported while
         steps from before a reset may still write to free blocks."""
         if not self.may_import():
-            self.importer.at_once.forget(request.request_id)
+            self.importer.pass_over(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
         return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
@@ -236,7 +231,9 @@ class SchedulerSide:
         self._step += 1
         tokens = output.total_num_scheduled_tokens
         self._option_checks.step_built(output.scheduled_new_reqs, self._vllm)
-        self._fences = 0 if tokens else self._fences + 1
+        self._idle_since = None if tokens else self._idle_since or time.monotonic()
+        if self.importer.held:
+            compute_lost(self.importer, self.tracker, self._vllm, self._ranks)
         news = not tokens or self._describe or self.importer.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
@@ -360,7 +357,7 @@ class SchedulerSide:
         if report.step:
             self._times.ended(report.step)
         if report.attached:
-            self.cache.planner.attached(self.importer.record_attached(report.attached))
+            self.cache.planner.attached(self.importer.peers.record_attached(report.attached))
         if report.failed:
             self.turn_off("a hook of a rank failed: its traceback is in the log")
         elif report.weights_changed:
@@ -393,8 +390,10 @@ class SchedulerSide:
 
     def must_step(self) -> bool:
         """Whether vLLM must step on without requests: with speculation the last blocks are
-        published when all ranks have passed a fence.  MAX_FENCES steps at most: a rank may hang."""
-        return self._fences < MAX_FENCES and self.tracker is not None and self.tracker.fence > 0
+        published when all ranks have passed a fence.  FENCE_SECONDS at most."""
+        if self.tracker is None or not self.tracker.fence:
+            return False
+        return self._idle_since is None or time.monotonic() - self._idle_since < FENCE_SECONDS
 
     def close(self) -> None:
         self.cache.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.ids import Epoch
+from kvshm._ground.ids import Epoch, LoadId
 from kvshm._ground.log import logger
 from kvshm.config import Config
 from kvshm.halves import Plan, SchedulerHalf
@@ -120,7 +120,7 @@ class TracedImporter(RequestImporter):
         """None once it has failed: the engine goes on without spans."""
         self._lookups: dict[str, _Lookups] = {}
         """By request."""
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[LoadId, _Load] = {}
         """By load."""
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
@@ -143,13 +143,13 @@ class TracedImporter(RequestImporter):
         if num_external > 0:
             self._safely(self._leased, request.request_id, lookups.parent, plan, begun, missed)
 
-    def _finish(self, load_id: str) -> Import:
+    def _finish(self, load_id: LoadId) -> Import:
         done = super()._finish(load_id)
         if (load := self._loads.pop(load_id, None)) is not None:
             self._safely(self._loaded, done, load)
         return done
 
-    def drop(self, load_ids: Iterable[str]) -> None:
+    def drop(self, load_ids: Iterable[LoadId]) -> None:
         known = list(load_ids)
         for load_id in known:
             self._loads.pop(load_id, None)

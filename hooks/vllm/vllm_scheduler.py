@@ -8,7 +8,7 @@ imports might fill them while such a step still writes.  And a load under way ho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -68,6 +68,23 @@ class VllmScheduler:
         if not self.scheduler.recompute_kv_load_failures:
             log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
         self.scheduler.recompute_kv_load_failures = True
+
+    @property
+    def steps_under_way(self) -> int:
+        """Most steps whose output may not have been taken in when another one is built."""
+        return int(self.scheduler.vllm_config.max_concurrent_batches)
+
+    def holds_back(self, request_id: str) -> bool:
+        """Whether the request, or what is left of it after its end, waits for a load."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or request_id in self.scheduler.finished_recving_kv_req_ids:
+            return False
+        return bool(request.is_finished() or request.status.name == "WAITING_FOR_REMOTE_KVS")
+
+    def compute(self, request_ids: Iterable[str]) -> None:
+        """Have these requests, which ``holds_back`` names, computed: their loads are lost.  Of one
+        that has ended the blocks are freed."""
+        self._requeue([], set(request_ids))
 
     def may_import(self) -> bool:
         """Whether no step writes to free blocks any more: all steps that were dispatched before the

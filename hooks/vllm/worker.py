@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvshm._ground.fingerprint import KERNEL_BLOCKS, TRANSPORT
-from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._ground.log import logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
@@ -57,10 +57,10 @@ class WorkerSide:
         self._kernel_blocks = "1"
         self._transport: Transport | None = None
         self._cache: RankHalf | None = None
-        self._under_way: set[str] = set()
+        self._under_way: set[LoadId] = set()
         self._one_full = is_one_full(kv_cache_config)
-        self._finished: set[str] = set()
-        self._failed: set[str] = set()
+        self._finished: set[LoadId] = set()
+        self._failed: set[LoadId] = set()
         self._bad: set[BlockId] = set()
         self._attached: frozenset[Epoch] = frozenset()
         """The attached peers that this rank has reported to the scheduler."""
@@ -239,7 +239,7 @@ class WorkerSide:
         self._under_way.discard(report.load_id)
         self._next_report().loads.append(report)
 
-    def wait_for_end(self, load_ids: Iterable[str]) -> set[str]:
+    def wait_for_end(self, load_ids: Iterable[LoadId]) -> set[LoadId]:
         """Wait up to GIVE_UP_SECONDS for loads whose epoch has ended; returns the ended loads that
         were not reported."""
         wanted, deadline = set(load_ids), time.monotonic() + GIVE_UP_SECONDS
@@ -249,7 +249,20 @@ class WorkerSide:
             self.collect()
         return wanted & self._finished
 
-    def forget(self, load_ids: Iterable[str]) -> None:
+    def end_loads(self, load_ids: Iterable[LoadId]) -> set[LoadId]:
+        """End these loads, wait for that up to GIVE_UP_SECONDS, and never report them; returns
+        those that this rank does not carry out any more.  It may have reported them, or never have
+        heard of them."""
+        wanted = set(load_ids)
+        for load_id in wanted & self._under_way:
+            if self._cache is not None:
+                self._cache.cancel(load_id)
+        self.wait_for_end(wanted)
+        ended = wanted - self._under_way
+        self.forget(ended)
+        return ended
+
+    def forget(self, load_ids: Iterable[LoadId]) -> None:
         """Drop the reports of these loads, which have ended."""
         gone, report = set(load_ids), self._next_report()
         bad = {block for r in report.loads if r.load_id in gone for block in r.bad}
@@ -258,7 +271,7 @@ class WorkerSide:
         self._failed -= gone
         self._bad -= bad
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def take_finished(self) -> tuple[set[LoadId], set[LoadId]]:
         """Return the requests whose loads have ended on this rank, good or bad, and those of them
         that vLLM has to begin again.  With one group of full attention there are none of these:
         vLLM goes on from the first block in ``take_bad``."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import Plan
-from kvshm._ground.ids import BlockId
+from kvshm._ground.ids import BlockId, LoadId
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.errors import MisuseError
 
@@ -149,7 +149,7 @@ class Load:
     It ends by itself, watched or not; then its blocks are the caller's again.
     """
 
-    def __init__(self, node: Progress, load_id: str, targets: Sequence[BlockId]) -> None:
+    def __init__(self, node: Progress, load_id: LoadId, targets: Sequence[BlockId]) -> None:
         """Only ``Node.load`` makes these."""
         self._node = node
         self._id = load_id

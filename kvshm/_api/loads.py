@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvshm._engine.load_plan import LoadOrder, Plan
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._ground.ids import BlockId, Epoch, LoadId
 
 from .halves_in_one import HalvesInOne
 from .load import Load, Progress
@@ -15,7 +15,7 @@ class Loads:
 
     def __init__(self, own: OwnBlocks) -> None:
         self._own = own
-        self._under_way: dict[str, tuple[Load, LoadOrder]] = {}
+        self._under_way: dict[LoadId, tuple[Load, LoadOrder]] = {}
         self._number = 0
         self._attached: frozenset[Epoch] = frozenset()
 
@@ -24,7 +24,7 @@ class Loads:
     ) -> Load:
         """Take the leases and have the rank copy.  Nobody may read the targets any more."""
         self._number += 1
-        load = Load(node, str(self._number), targets)
+        load = Load(node, self._number, targets)
         order = halves.cache.planner.load(plan, load._id, targets)
         self._under_way[load._id] = load, order
         self._own.begin_load(targets)
@@ -33,7 +33,7 @@ class Loads:
 
     def failed(self, node: Progress, targets: list[BlockId]) -> Load:
         """Return a load that nobody can carry out."""
-        load = Load(node, "", targets)
+        load = Load(node, 0, targets)
         load._end(0)
         return load
 

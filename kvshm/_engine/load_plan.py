@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple, Self
 
 from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import block_ids
 from kvshm.interfaces import MemoryDescriptor
@@ -76,7 +76,7 @@ class Piece:
 class LoadOrder:
     """One request's import, as every rank of the importing engine carries it out."""
 
-    load_id: str
+    load_id: LoadId
     epoch: Epoch
     """The importer's own epoch when the leases were taken; the load ends with that epoch."""
     ticket: int
@@ -89,7 +89,7 @@ class LoadOrder:
     """Hashes by which the prefix becomes longer if all targets but ``lost`` are filled."""
 
     @classmethod
-    def of_nothing(cls, load_id: str, targets: Sequence[BlockId]) -> Self:
+    def of_nothing(cls, load_id: LoadId, targets: Sequence[BlockId]) -> Self:
         """A load that fills none of its targets, and only makes the ranks report it."""
         return cls(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
 
@@ -155,7 +155,7 @@ class CopyTimes(NamedTuple):
 class LoadReport:
     """One rank's final report on a load, all of whose copies have ended."""
 
-    load_id: str
+    load_id: LoadId
     bad: tuple[BlockId, ...]
     """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()

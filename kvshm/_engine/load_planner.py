@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
 from kvshm._ground.log import RateLimit, logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
 from kvshm._shm import counters as c
@@ -110,10 +110,14 @@ class LoadPlanner:
         are no longer alive in its epoch."""
         self.common_prefix = 0
         epoch = self._cache.epoch_state
-        if epoch is None or self.leaving or self._cache.role.no_imports:
+        if epoch is None:
             return None
-        plan = self._make_plan(epoch, hashes, start, stop)
-        return None if plan is None or epoch.has_ended() else plan
+        imports = not (self.leaving or self._cache.role.no_imports)
+        plan = self._make_plan(epoch, hashes, start, stop) if imports else None
+        if not imports or (plan is not None and epoch.has_ended()):
+            epoch.table.counters.add(c.MISS_NOT_IMPORTING)
+            return None
+        return plan
 
     def _make_plan(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
@@ -185,7 +189,7 @@ class LoadPlanner:
     # -- loads
 
     def load(
-        self, plan: Plan, load_id: str, targets: Sequence[BlockId], *, attached: bool = False
+        self, plan: Plan, load_id: LoadId, targets: Sequence[BlockId], *, attached: bool = False
     ) -> LoadOrder:
         """Lease the plan's blocks up to the first that cannot be leased, and return the load that
         every rank has to carry out.  ``attached``: all ranks have reported that they have attached

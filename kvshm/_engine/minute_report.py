@@ -20,6 +20,11 @@ REASONS = {
     c.MISS_QUARANTINED: "quarantined",
     c.MISS_CHEAPER: "computing is cheaper",
     c.MISS_NO_ROOM: "no room",
+    c.MISS_NOT_IMPORTING: "not importing",
+    c.MISS_NOT_SHARED: "request not shared",
+    c.MISS_FAILED: "failed before",
+    c.MISS_NOT_READ: "cache must not be read",
+    c.MISS_OWN: "own block",
 }
 _READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_TOKENS, c.LOADS_FAILED, *REASONS)
 

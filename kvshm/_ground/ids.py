@@ -6,7 +6,7 @@ and mypy refuses a block id where a generation is expected.  docs/glossary.md ex
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import NewType, TypeAlias
 
 BlockHash = NewType("BlockHash", bytes)
 """vLLM's hash of one full block and of everything before it, padded with zeros to 32 bytes."""
@@ -28,6 +28,10 @@ LeaseBit = NewType("LeaseBit", int)
 
 NO_LEASE_BIT = LeaseBit(-1)
 """An engine without a lease bit (more than 28 engines): it imports on the re-check alone."""
+
+LoadId: TypeAlias = str | int
+"""Tells one load of an engine from its other loads.  The name under which the engine waits for it
+(in vLLM the request's id, which clients choose: never look into it), else a number."""
 
 Rank = NewType("Rank", int)
 """Index of a worker process within its engine: 0 <= rank < tp_size * pp_size."""

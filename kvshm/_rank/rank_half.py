@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._ground.forks import guard_forks
-from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._ground.log import logger
 from kvshm._ground.log_lines import forget_own_epoch, note_own_epoch
 from kvshm._ground.resources import start_thread
@@ -88,13 +88,12 @@ class RankHalf:
         # may wait for ever (CPython 3.11), and a load under way then never ends.
         self._loads: queue.Queue[RankLoad | str] = queue.Queue()
         self._reports: deque[LoadReport] = deque()
-        self._begun: dict[str, RankLoad] = {}
+        self._begun: dict[LoadId, RankLoad] = {}
         self._closing = False
         self._unreported = 0
         """Loads whose report ``poll`` has not returned yet."""
-        self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
         self._inherited = False
-        start_thread(self._thread)
+        self._thread = self._start_thread()
         guard_forks(self)
 
     def attached(self) -> frozenset[Epoch]:
@@ -156,11 +155,14 @@ class RankHalf:
         self._begun[load.load_id] = new
         self._loads.put(new)
 
-    def cancel(self, load_id: str) -> None:
+    def cancel(self, load_id: LoadId) -> None:
         """Have a load begun by ``begin_load`` end early; ``poll`` reports all its blocks as bad.
-        Does not block.  Nothing happens if it has been reported."""
+        Does not block.  Nothing happens if it has been reported.  Raises TransportError if the
+        load thread has ended and no other can be started."""
         if (load := self._begun.get(load_id)) is not None:
             load.cancel()
+            if not self._thread.is_alive():
+                self._thread = self._start_thread()
             self._wake()
 
     def load_at_once(self, loads: Sequence[LoadOrder], patience: float) -> list[LoadReport]:
@@ -260,9 +262,16 @@ class RankHalf:
 
     # -- the load thread
 
+    def _start_thread(self) -> threading.Thread:
+        """Start the load thread, with the loads that one before it has not ended."""
+        thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
+        start_thread(thread)
+        return thread
+
     def _run(self) -> None:
         call_optional(self.transport, "enter_thread")
-        active: list[RankLoad] = []
+        ended = {report.load_id for report in self._reports}
+        active = [load for name, load in list(self._begun.items()) if name not in ended]
         while active or not self._closing:
             active = self._go_round(active)
         self._attachments.close()
@@ -275,7 +284,8 @@ class RankHalf:
         pause = POLL_SECONDS if any(load.polled for load in active) else TIDY_SECONDS
         arrived = self._arrived(pause)
         self._closing |= _CLOSE in arrived
-        active = [*active, *(each for each in arrived if isinstance(each, RankLoad))]
+        new = (each for each in arrived if isinstance(each, RankLoad))
+        active = list(dict.fromkeys([*active, *new]))  # ``_run`` may have found it before it came
         self._went_round()
         ended = [load for load in active if load.advance()]
         active = [load for load in active if load not in ended]

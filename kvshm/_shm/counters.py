@@ -66,6 +66,21 @@ BAD_OPTIONS = Counter(
     "Requests that were not shared because their options could not be understood.",
 )
 
+# -- more of the importer's side: looking
+MISS_NOT_IMPORTING = Counter(
+    13,
+    "miss_not_importing",
+    "Prompts that came while the engine imported nothing: its role, a reset, its end.",
+)
+MISS_NOT_SHARED = Counter(
+    14,
+    "miss_not_shared",
+    "Prompts of requests that may not share: options, an adapter, an image, no salt.",
+)
+MISS_FAILED = Counter(
+    15, "miss_failed", "Prompts of requests whose earlier import failed; each is tried once."
+)
+
 # -- importer's side: looking
 LOOKUPS = Counter(16, "lookups", "Prefixes looked up; again while a request waits.")
 LOOKUP_HITS = Counter(17, "lookup_hits", "Lookups that led to a plan.")
@@ -88,6 +103,12 @@ MISS_NO_ROOM = Counter(27, "miss_no_room", "Prompts that the block pool had no r
 MISS_TOO_LONG = Counter(
     28, "miss_too_long", "Matches above KVSHM_MAX_IMPORT_BLOCKS, with several groups."
 )
+MISS_NOT_READ = Counter(
+    29,
+    "miss_not_read",
+    "Prompts of requests that must not read a prefix cache, as with prompt log-probabilities.",
+)
+MISS_OWN = Counter(30, "miss_own", "Prompts whose next block the engine's own cache has.")
 
 # -- importer's side: loading
 LEASES_TAKEN = Counter(32, "leases_taken", "Leases taken on blocks of other engines.")
@@ -109,8 +130,11 @@ COMPUTING_US = Counter(
     47, "computing_us", "Microseconds that computing their blocks was estimated to take."
 )
 LOADS_AT_ONCE = Counter(48, "loads_at_once", "Loads that the step they were scheduled in awaited.")
-IMPORTED_TOKENS = Counter(50, "imported_tokens", "Prompt tokens that imports have brought.")
 LOADS_TOO_LATE = Counter(49, "loads_too_late", "Those of them that it could not wait for.")
+IMPORTED_TOKENS = Counter(50, "imported_tokens", "Prompt tokens that imports have brought.")
+LOADS_LOST = Counter(
+    51, "loads_lost", "Loads whose end nobody reported in time; their requests were computed."
+)
 
 # -- replica and coordinator
 INDEX_FULL = Counter(56, "index_full", "Events the replica had no room for.")

@@ -174,8 +174,9 @@ class DrivenEngine:
         """The client of a resumable request sends its next input."""
         self.add(name, tokens, resumable=True, **more)
 
-    def schedule(self) -> Sent:
-        return Sent(self.scheduler.schedule())
+    def schedule(self, throttled: bool = False) -> Sent:
+        """``throttled``: vLLM admits no prefill in this step (--prefill-schedule-interval)."""
+        return Sent(self.scheduler.schedule(throttled))
 
     def run(self, sent: Sent, report: RankReport | None = None, **result: Any) -> None:
         """The output of a step comes back."""

@@ -72,7 +72,7 @@ class PeerOf:
 
     def attached(self) -> None:
         """The rank has attached it, so that a step may wait for a load."""
-        self.side.importer.attached[0] = frozenset({Epoch(PEER)})
+        self.side.importer.peers.attached[0] = frozenset({Epoch(PEER)})
 
     @property
     def leased(self) -> int:
@@ -101,7 +101,7 @@ class Played:
 
     def run(self, sent: Sent, *reports: LoadReport) -> None:
         """A step has run; these asynchronous loads, or those of the step, have ended by then."""
-        asynchronous = [one for one in reports if "\0" not in one.load_id]
+        asynchronous = [one for one in reports if isinstance(one.load_id, str)]
         self.e.answer(
             sent,
             KVConnectorOutput(
@@ -135,7 +135,7 @@ class Played:
         side = self.e.connector._scheduler
         importer, tracker = side.importer, side.tracker
         pool = self.e.scheduler.kv_cache_manager.block_pool
-        kept = (importer._imports, importer._first_hashes, importer._plans, importer._ended)
+        kept = (importer._imports, importer._twins._importing, importer._plans, importer._ended)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
         kept += (tracker._promised, tracker._held, importer._failed, importer.at_once.withheld)
         kept += (importer.lookups._answers,)

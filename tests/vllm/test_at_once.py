@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece, Plan
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch
+from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm._shm.layout import RECORD_BYTES, SlotState
@@ -80,7 +80,7 @@ class Node:
         self.model = PlayedModel(self.groups.all)
         self.largest = max(group.block_size for group in self.groups.all)
         self.memory = {b: [GARBAGE] * self.largest for b in range(self.e.num_blocks)}
-        self.side.importer.attached[0] = frozenset({Epoch(PEER.info.epoch)})
+        self.side.importer.peers.attached[0] = frozenset({Epoch(PEER.info.epoch)})
 
     # -- a peer that holds all prompts
 
@@ -95,7 +95,7 @@ class Node:
         return Plan(self.e.table.epoch, start, stop - start, parts, runs, 0.0)
 
     def begin_load(
-        self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
+        self, plan: Plan, load_id: LoadId, targets: tuple[int, ...], *, attached: bool
     ) -> LoadOrder:
         epoch, lost = self.e.table.epoch, ()
         if self.rnd.random() < 0.05:
@@ -141,7 +141,7 @@ class Node:
         report = RankReport(step=sent.metadata.step)
         for load in sent.metadata.at_once:
             self.awaited += 1
-            request_id = load.load_id.partition("\0")[0]
+            request_id = self.side.importer._imports[load.load_id].request_id
             part = next(part for part in parts if part.request.request_id == request_id)
             bad = self.fill(load, part.request, part.tables)
             silent = self.rnd.random() < 0.1
@@ -299,7 +299,7 @@ def work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         node.run()
     assert not [r for r in e.scheduler.requests.values() if not r.is_finished()]
     importer = node.side.importer
-    assert (importer._imports, importer._first_hashes, importer._ended) == ({}, {}, set())
+    assert (importer._imports, importer._twins._importing, importer._ended) == ({}, {}, set())
     assert importer.at_once.withheld == {}
     assert node.awaited > node.failed > 3
     assert sum(map(len, node.delivered.values())) > 100
@@ -310,7 +310,9 @@ def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(node.e.table.epoch, 0, (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),))
     piece = Piece(Epoch(77), (), b"", b"", (), 0)
 
-    def begin_load(_: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool) -> LoadOrder:
+    def begin_load(
+        _: Plan, load_id: LoadId, targets: tuple[int, ...], *, attached: bool
+    ) -> LoadOrder:
         pieces = (replace(piece, targets=targets),)
         return LoadOrder(load_id, node.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
@@ -329,9 +331,9 @@ def test_a_load_counts_only_if_every_rank_says_so(
     node = Node(e, random.Random(1), failing=0.0)
     importer = node.side.importer
     monkeypatch.setattr(importer, "_num_ranks", ranks)
-    importer.attached[1] = importer.attached[0]
+    importer.peers.attached[1] = importer.peers.attached[0]
     if ranks == 1:
-        del importer.attached[1]
+        del importer.peers.attached[1]
     found(node, monkeypatch)
     node.prompts["r"], node.delivered["r"] = prompt(3), []
     request = e.add("r", prompt(3), max_tokens=9)

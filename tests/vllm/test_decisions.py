@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import (
@@ -23,16 +24,17 @@ from kvshm._engine.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch
+from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm import counters as c
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm import step_times
-from kvshm.hooks.vllm.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.pool_room import PoolRoom
+from kvshm.hooks.vllm.ready_peers import LATE_SECONDS
+from kvshm.hooks.vllm.twins import TWIN_WAIT_SECONDS
 
-from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, plan_of, prompt
 
 PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]), row=-1)
 BLOCKS = 5
@@ -45,13 +47,15 @@ class Node:
         self.e, self.side = e, e.connector._scheduler
         self.now = 1000.0
         self.lookups = 0
-        self.side._times._clock = self.side.importer._clock = lambda: self.now
+        importer = self.side.importer
+        for one in (self.side._times, importer.peers, importer._twins, importer.held):
+            one._clock = lambda: self.now
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "lookup", self.lookup)
         monkeypatch.setattr(self.side.cache.planner, "load", self.begin_load)
 
     def attach(self) -> None:
-        self.side.importer.attached[0] = frozenset({Epoch(77)})
+        self.side.importer.peers.attached[0] = frozenset({Epoch(77)})
 
     def lookup(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
         self.lookups += 1
@@ -59,7 +63,7 @@ class Node:
         return plan_of(self.e.table.epoch, start, runs, time.monotonic(), 1000)
 
     def begin_load(
-        self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
+        self, plan: Plan, load_id: LoadId, targets: tuple[int, ...], *, attached: bool
     ) -> LoadOrder:
         pieces = (Piece(Epoch(77), (), b"", b"", targets, 0),)
         return LoadOrder(load_id, self.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
@@ -333,17 +337,50 @@ def test_of_what_a_rank_has_not_reported_nothing_counts(
     assert n.e.ready() == set()
 
 
-def test_a_request_that_is_matched_in_vain_again_and_again_is_computed(
+def throttled(n: Node) -> Sent:
+    """A step that lets no prefill in, and its output."""
+    sent = n.e.schedule(throttled=True)
+    n.answer(sent)
+    return sent
+
+
+def test_however_long_a_request_waits_it_imports_what_a_local_hit_would_give(
     node: Callable[..., Node],
 ) -> None:
+    """vLLM asks for it in every step and lets no prefill in.  Imports are estimated, and every so
+    many of them are trials: questions must not count as imports."""
+    n = node("auto", max_num_seqs=4)
+    n.attach()
+    n.measure(per_token=0.001)
+    n.e.add("decodes too", prompt(0), max_tokens=400)
+    n.e.step()
+    n.e.add("wants", prompt(BLOCKS))
+    asked = n.lookups
+    for _ in range(300):
+        assert not throttled(n).metadata.at_once
+    assert n.lookups - asked == 300
+    (load,) = n.e.schedule().metadata.at_once
+    assert len(load.targets) == BLOCKS
+    assert n.count(c.MISS_CHEAPER) + n.count(c.MISS_NO_ROOM) == 0
+
+
+def test_what_vllm_finds_no_room_for_is_computed_until_more_blocks_are_free(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM schedules no request behind one that it does not admit."""
     n = node()
     n.attach()
-    request, importer = n.e.add("wants", prompt(BLOCKS)), n.side.importer
-    found = []
-    for _ in range(MATCHES_IN_VAIN + 2):
-        found.append(importer.match(request, 0) or 0)
-        importer.at_once.step_built()
-        importer.step_dispatched()
-    assert list(map(bool, found)) == [True] * MATCHES_IN_VAIN + [False] * 2
-    importer.request_finished("wants")
-    assert importer._in_vain == {}
+    manager = n.e.scheduler.kv_cache_manager
+    plain, asked = manager.allocate_slots, []
+
+    def refuses(request: Request, *args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("num_external_computed_tokens"))
+        return None if asked[-1] else plain(request, *args, **kwargs)
+
+    monkeypatch.setattr(manager, "allocate_slots", refuses)
+    n.e.add("wants", prompt(BLOCKS), max_tokens=4)
+    n.answer(n.e.schedule())
+    assert n.count(c.MISS_NO_ROOM) == 1
+    computing = n.e.schedule()
+    assert computing.output.num_scheduled_tokens["wants"] == len(prompt(BLOCKS))
+    assert asked == [BLOCKS * BLOCK_SIZE, 0]

@@ -55,7 +55,7 @@ def test_own_blocks_complete_what_a_peer_holds(
     own = with_own_blocks(e, peer)
     if at_once:
         epochs = {Epoch(PEER), Epoch(e.table.epoch)}
-        e.connector._scheduler.importer.attached[0] = frozenset(epochs)
+        e.connector._scheduler.importer.peers.attached[0] = frozenset(epochs)
     rank.compute(prompt(3, first=700))  # its blocks are now those that were used last
     e.add("second", prompt(6), max_tokens=9)
     sent = e.schedule()
@@ -139,7 +139,7 @@ def test_own_blocks_are_not_copied_where_their_copies_would_take_their_place(
     """Nine blocks are to be filled, six of them from free ones of the engine's own."""
     e = engine(False, 48, [full(), window(40)])
     own, importer = with_own_blocks(e, peer_of(e)), e.connector._scheduler.importer
-    importer.attached[0] = frozenset({Epoch(PEER), Epoch(e.table.epoch)})
+    importer.peers.attached[0] = frozenset({Epoch(PEER), Epoch(e.table.epoch)})
     importer.room.keep(own)
     pool = e.scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - left)

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from kvshm._ground.ids import Rank
 from kvshm._shm.counters import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm._shm.layout import unpack_records
-from kvshm.hooks.vllm import before_prefill
+from kvshm.hooks.vllm import before_prefill, twins
 from kvshm.hooks.vllm.kept_blocks import KeptBlocks
 
 from ..doubles.cuda_fake import NotYet
@@ -182,7 +182,7 @@ def test_two_loads_of_an_importer_share_a_lease_and_the_recheck_guards_the_secon
     """An importer has one bit in a slot, which the load that set it takes back.  Such loads meet
     when a request has waited for another one's import in vain."""
     monkeypatch.setattr(before_prefill, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(before_prefill, "TWIN_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(twins, "TWIN_WAIT_SECONDS", 0.0)
     reuse = Reuse(*pair)
     a, b = pair
     reuse.ask_for_what_is_lost()

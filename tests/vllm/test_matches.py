@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Plan
-from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._ground.ids import NO_LEASE_BIT, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
 from kvshm._shm.layout import RECORD_BYTES
@@ -39,7 +39,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
             return plan_of(e.table.epoch, start, runs)
 
         def begin_load(
-            plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
+            plan: Plan, load_id: LoadId, targets: tuple[int, ...], *, attached: bool
         ) -> LoadOrder:
             # With no pieces: so all that was promised stands in ``targets`` of the load.
             return LoadOrder(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
@@ -86,7 +86,7 @@ def test_a_match_keeps_nobody_waiting_where_memory_is_short(
         )
         held(e, blocks, alike=prompt(28, first=2000))
         if not estimated:
-            e.connector._scheduler.importer.room = None
+            e.connector._scheduler.importer.room.admits = lambda *_: True
         e.add("long", prompt(30), max_tokens=20)
         e.step()
         e.add("wants", prompt(28, first=2000), max_tokens=4)
@@ -185,7 +185,7 @@ def test_a_failure_before_a_load_lands_leaves_nothing_behind(
     monkeypatch.setattr(side.importer, "reported", fail)
     e.run(sent, report)
     monkeypatch.undo()
-    assert (side.importer._imports, side.importer._first_hashes) == ({}, {})
+    assert (side.importer._imports, side.importer._twins._importing) == ({}, {})
     assert ("a" in side.importer._failed) is not ended
     assert side.importer._ended == set()
     e.add("b", prompt(3), max_tokens=4)

@@ -24,11 +24,11 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
 )
-from kvshm.hooks.vllm.imports import Import
+from kvshm.hooks.vllm.imports import Import, Way
 from kvshm.hooks.vllm.metrics import LoadStats
 
 from . import test_at_once
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, described, prompt
 from .several_groups import KINDS, PeerOf, Played, peer_of
 
 assert peer_of  # a fixture
@@ -96,7 +96,7 @@ class Node(test_at_once.Node):
     def schedule(self) -> None:
         super().schedule()
         sent = self.steps[-1][0]
-        waiting = {load.load_id.partition("\0")[0] for load in sent.metadata.at_once}
+        waiting = self.requests_of(sent)
         first = {new.req_id for new in sent.output.scheduled_new_reqs} - self.scheduled
         self.preempted += sum(r.num_preemptions for r in self.e.scheduler.requests.values())
         self.scheduled |= first
@@ -105,9 +105,14 @@ class Node(test_at_once.Node):
             self.brought.pop(name, None)
 
     def run(self) -> None:
-        loads = self.steps[0][0].metadata.at_once
+        waiting = self.requests_of(self.steps[0][0])
         super().run()
-        self.awaited_first -= {load.load_id.partition("\0")[0] for load in loads}
+        self.awaited_first -= waiting
+
+    def requests_of(self, sent: Sent) -> set[str]:
+        """Whose loads the step waits for."""
+        imports = self.side.importer._imports
+        return {imports[load.load_id].request_id for load in sent.metadata.at_once}
 
     def fill(self, load: LoadOrder, request: Request, tables: list[list[int]]) -> tuple[int, ...]:
         bad = super().fill(load, request, tables)
@@ -286,7 +291,7 @@ def test_only_what_a_peer_has_brought_is_a_peers(
         pieces = tuple(Piece(Epoch(each), (), b"", b"", (), 0) for each in source)
         load = LoadOrder("r", Epoch(OWN), NO_TICKET, NO_LEASE_BIT, pieces, ())
         side.importer.unscheduled.add("r")
-        side.prompts.load_ended(Import("r", load, [], 2, ()))
+        side.prompts.load_ended(Import("r", Way.ASYNCHRONOUS, load, [], 2, ()))
     new = SimpleNamespace(req_id="r", num_computed_tokens=arrived)
     side.prompts.step_built([new], {"r": request})
     assert counted(e) == wanted

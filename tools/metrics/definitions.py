@@ -66,7 +66,7 @@ def _traffic(name: str, text: str, *label: str) -> Metric:
 
 MISSES = (
     "no_peer", "no_owner", "too_short", "lease_lost", "quarantined", "fingerprint", "cheaper",
-    "no_room", "too_long",
+    "no_room", "too_long", "not_importing", "not_shared", "failed", "not_read", "own",
 )  # fmt: skip
 PATHS = ("own", "same_gpu", "shm", "nvlink", "pcie", "staged", "other")
 HOOKS = ("match", "allocated", "build", "output", "finished", "begin", "load_at_once", "collect")
@@ -128,6 +128,11 @@ COPYING = (
         "Imports that have ended: done (every block counts) or failed (at least one block had to "
         "be computed).",
         {"loads_done": "done", "loads_failed": "failed"},
+    ),
+    _counter(
+        "loads_lost",
+        "Imports whose end nobody reported in time; their requests were computed.",
+        "loads_lost",
     ),
     _counter("loads_started", "Imports handed to the worker ranks.", "loads_started"),
     _counter("loads_at_once", "Imports that the step of their request awaited.", "loads_at_once"),

@@ -1,0 +1,127 @@
+"""Finds asynchronous loads that are lost: the second line of defence.
+
+vLLM holds a request back until every rank has reported its load, for ever if one does not: the
+request hangs, its blocks stay taken after an abort, too, and an engine that has nothing else to do
+steps on.  Every load is reported whatever happens to it, so none should be lost; if one is::
+
+    allocated         vLLM holds the request back from now on
+    LOST_SECONDS on   it still does: every rank ends the load and forgets it
+    steps under way   end; a report that was on its way has arrived now
+    then              nobody will report the load: vLLM computes the request
+
+What vLLM says of its request decides, and no record of kvshm's that may be what is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING
+
+from kvshm._ground.log import RateLimit, logger
+
+from .ranks import Ranks
+from .vllm_scheduler import VllmScheduler
+
+if TYPE_CHECKING:
+    from .after_prefill import BlockTracker
+    from .before_prefill import RequestImporter
+
+log = logger(__name__)
+
+LOST_SECONDS = 30.0
+"""Far longer than a load takes: a copy of all blocks of a large request takes seconds."""
+LOOK_SECONDS = 1.0
+"""How often these requests are looked at."""
+
+
+class HeldRequests:
+    """The requests that vLLM holds back for loads of kvshm's.  EngineCore's main thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[str, float] = {}
+        """When they were held back, or when their load was last found to go on."""
+        self._forgotten: dict[str, int] = {}
+        """Of those whose load every rank has forgotten: how many steps were built by then."""
+        self._look_at = 0.0
+        self._log_limit = RateLimit(clock)
+        self._built = 0
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def add(self, request_id: str) -> None:
+        """vLLM holds this request back from now on."""
+        self._since[request_id] = self._clock()
+        self._forgotten.pop(request_id, None)
+
+    def reported(self, request_ids: Iterable[str]) -> None:
+        """vLLM has heard that the loads of these requests have ended."""
+        for request_id in request_ids:
+            self._since.pop(request_id, None)
+            self._forgotten.pop(request_id, None)
+
+    def find_lost(
+        self, vllm: VllmScheduler, end_loads: Callable[[Sequence[str]], Set[str]]
+    ) -> list[str]:
+        """A step is being built: return the requests whose load nobody will report.  The caller
+        has vLLM compute them.  ``end_loads`` has every rank end loads and forget them, and returns
+        those that no rank carries out any more; it may wait for the ranks."""
+        self._built += 1
+        if self._clock() < self._look_at:
+            return []
+        self._look_at = self._clock() + LOOK_SECONDS
+        self.reported([name for name in self._since if not vllm.holds_back(name)])
+        arrived = self._built - vllm.steps_under_way - 1
+        lost = [name for name, built in self._forgotten.items() if built <= arrived]
+        self.reported(lost)
+        self._end_overdue(end_loads)
+        return lost
+
+    def _end_overdue(self, end_loads: Callable[[Sequence[str]], Set[str]]) -> None:
+        now = self._clock()
+        waiting = self._since.keys() - self._forgotten.keys()
+        if overdue := [name for name in waiting if now - self._since[name] >= LOST_SECONDS]:
+            ended = end_loads(overdue)
+            self._forgotten.update(dict.fromkeys(ended, self._built))
+            self._since.update(dict.fromkeys(overdue, now))
+            if len(ended) < len(overdue) and self._log_limit.allows("goes on"):
+                log.warning(
+                    "a load has not ended within %g s and cannot be ended: its copy goes on, and "
+                    "its request waits for it",
+                    LOST_SECONDS,
+                )
+
+
+def compute_lost(
+    importer: RequestImporter,
+    tracker: BlockTracker | None,
+    vllm: VllmScheduler | None,
+    ranks: Ranks | None,
+) -> None:
+    """A step is being built: have vLLM compute the requests whose loads are lost.  May wait for the
+    ranks if a load is overdue."""
+    if vllm is None or ranks is None:
+        return
+    lost = importer.held.find_lost(vllm, ranks.end_loads)
+    for request_id in lost:
+        bad = importer.give_up(vllm.scheduler.requests[request_id])
+        if tracker is not None:
+            tracker.blocks_failed(bad)
+    if lost:
+        vllm.compute(lost)
+        log.warning("loads lost: %d; no rank reported their end, and they are computed", len(lost))
+
+
+def end_all_loads(
+    importer: RequestImporter, ranks: Ranks | None, end_epoch: Callable[[], None]
+) -> set[str]:
+    """End all loads under way now, without a step; returns the requests whose loads have ended."""
+    loads, ended = importer.under_way(), set(importer.unscheduled)
+    if not loads or ranks is None:
+        return ended
+    end_epoch()  # then no rank begins another copy
+    given_up = ranks.give_up(loads)
+    importer.discard_loads(given_up)
+    return given_up | ended
