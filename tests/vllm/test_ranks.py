@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvshm.hooks.vllm.ranks import Ranks
 
 from .conftest import Lines
 from .scheduling import DrivenEngine, Make, prompt, vllm_config
@@ -96,3 +99,34 @@ def test_an_untested_vllm_is_used_where_allowed_and_that_is_said(
     assert engine().table.epoch
     (line,) = [line for line in lines if line.startswith("kvshm: sharing on vLLM")]
     assert "0.0.dev, which is not tested" in line
+
+
+class TwoRanks:
+    """vLLM's executor in front of two ranks, of which one has reported every load."""
+
+    def __init__(self) -> None:
+        self.kv_output_aggregator = KVOutputAggregator(2)
+
+    def collective_rpc(self, what: object, args: tuple[str, list[str]]) -> list[set[str]]:
+        return [set(args[1]), set(args[1])]
+
+    def heard(self, *finished: set[str]) -> set[str]:
+        """What vLLM takes for ended by what its ranks report of a step."""
+        outputs: list[ModelRunnerOutput | None] = []
+        for names in finished:
+            said = KVConnectorOutput(finished_recving=names or None)
+            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=said))
+        whole = self.kv_output_aggregator.aggregate(outputs)
+        assert whole is not None
+        assert whole.kv_connector_output is not None
+        return whole.kv_connector_output.finished_recving or set()
+
+
+def test_what_one_rank_reported_of_a_lost_load_counts_for_no_other_of_its_name() -> None:
+    """vLLM counts reports by the request's id, which may come again: the next load would count as
+    ended while a rank still copies."""
+    executor = TwoRanks()
+    assert executor.heard({"a"}, set()) == set()
+    assert Ranks(executor).end_loads(["a"]) == {"a"}
+    assert executor.heard({"a"}, set()) == set()
+    assert executor.heard(set(), {"a"}) == {"a"}

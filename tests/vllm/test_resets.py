@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import LoadOrder, LoadReport
-from kvshm._ground.ids import Epoch
+from kvshm._ground.ids import Epoch, LoadId
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
@@ -45,8 +45,14 @@ class Copying:
         ended, self._loads = self._loads, []
         return [LoadReport(load.load_id, load.lost) for load in ended]
 
+    def load_at_once(self, loads: Sequence[LoadOrder], patience: float) -> list[LoadReport]:
+        raise NotImplementedError  # no step waits for a load
+
     def end_now(self) -> None:
         self._left = 0
+
+    def cancel(self, _: LoadId) -> None:
+        self.end_now()
 
     def open_epoch(self, _: str) -> None:
         """Nothing is exported."""
@@ -66,6 +72,7 @@ class Worker:
         side._under_way, side._finished, side._failed, side._bad = set(), set(), set(), set()
         side._one_full = engine.connector._scheduler.importer.lookups.groups.one_full
         side._report, side._described, side._attached = RankReport(0), True, frozenset()
+        self.side = side
         self.cache = side._cache = Copying(polls)  # type: ignore[assignment]  # stands for one
         self.connector = object.__new__(KvshmConnector)
         self.connector.strict, self.connector._scheduler = True, None
@@ -80,6 +87,10 @@ class Worker:
 
     def run(self, sent: Sent) -> None:
         """A step in the worker, and its output in the scheduler."""
+        self._engine.answer(sent, self.output_of(sent))
+
+    def output_of(self, sent: Sent) -> KVConnectorOutput:
+        """A step in the worker."""
         own = self.connector
         own.bind_connector_metadata(sent.metadata)
         own.start_load_kv(None)
@@ -88,13 +99,12 @@ class Worker:
         bad = own.get_block_ids_with_load_errors()
         report = own.build_connector_worker_meta()
         own.clear_connector_metadata()
-        output = KVConnectorOutput(
+        return KVConnectorOutput(
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving or set(),
             invalid_block_ids=bad,
             kv_connector_worker_meta=report,
         )
-        self._engine.answer(sent, output)
 
     def step(self) -> None:
         self.run(self._engine.schedule())
@@ -112,9 +122,12 @@ def loading(
 ) -> Callable[..., tuple[DrivenEngine, Worker]]:
     """An engine whose request "a" loads two blocks, which ends after so many looks at it."""
 
-    def make(polls: int, asynchronous: bool = False) -> tuple[DrivenEngine, Worker]:
+    def make(
+        polls: int, asynchronous: bool = False, before: Callable[..., None] = lambda *_: None
+    ) -> tuple[DrivenEngine, Worker]:
         made = engine(asynchronous, specs=request.param)
         one = Worker(made, polls)
+        before(made, one)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", one.connector)
         matches = iter([2 * BLOCK_SIZE])
         made.connector._scheduler.importer.match = lambda *_: next(matches, 0)

@@ -1,0 +1,156 @@
+"""Loads that nobody reports: found after a while, and their requests computed.
+
+None should be lost; each test plants a loss at another stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from kvshm._engine.load_plan import LoadReport
+from kvshm._shm.counters import LOADS_LOST
+from kvshm.hooks.vllm.held_requests import LOOK_SECONDS, LOST_SECONDS
+from kvshm.hooks.vllm.imports import Way
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
+
+from .scheduling import DrivenEngine, Sent
+from .test_resets import Worker, finish
+from .test_resets import loading as loading
+
+Loading = Callable[..., tuple[DrivenEngine, Worker]]
+NEVER = 1 << 60
+
+
+def not_handed_over(e: DrivenEngine, one: Worker) -> None:
+    """The scheduler's half has made the load, and no step has it."""
+    loads = e.connector._scheduler.importer.loads
+    e.connector._scheduler.importer.loads = lambda scheduled: (loads(scheduled), ([], []))[1]
+
+
+def not_begun(e: DrivenEngine, one: Worker) -> None:
+    """A rank has thrown it away."""
+    begun = one.side._under_way
+    one.cache.begin_load = lambda load: begun.discard(load.load_id)  # type: ignore[method-assign]
+
+
+def not_ended(e: DrivenEngine, one: Worker) -> None:
+    """Its copy goes on until it is cancelled."""
+
+
+def not_reported(e: DrivenEngine, one: Worker) -> None:
+    """The rank has taken it for reported, and vLLM has not heard of it."""
+    one.cache.end_now()
+    answer = e.answer
+
+    def deaf(sent: Sent, output: KVConnectorOutput | None) -> None:
+        assert output is not None
+        output.finished_recving, output.failed_recving = None, set()
+        output.invalid_block_ids = set()
+        answer(sent, output)
+
+    e.answer = deaf  # type: ignore[method-assign]
+
+
+def forgotten(e: DrivenEngine, one: Worker) -> None:
+    """Neither side knows it, only vLLM."""
+    not_begun(e, one)
+    allocated = e.connector._scheduler.importer.allocated
+
+    def forget(*args: Any) -> None:
+        allocated(*args)
+        e.connector._scheduler.importer._imports.clear()
+        e.connector._scheduler.importer._new.clear()
+
+    e.connector._scheduler.importer.allocated = forget
+
+
+def taken_for_another(e: DrivenEngine, one: Worker) -> None:
+    """The step waits for it as for a load at once, so no rank tells vLLM of its end."""
+    register = e.connector._scheduler.importer._register
+
+    def registered(*args: Any) -> Any:
+        made = register(*args)
+        made.way = Way.AT_ONCE
+        return made
+
+    e.connector._scheduler.importer._register = registered
+    one.cache.load_at_once = lambda loads, _: [LoadReport(each.load_id, ()) for each in loads]
+
+
+LOSSES = (not_handed_over, not_begun, not_ended, not_reported, forgotten, taken_for_another)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("aborted", [False, True], ids=["waits", "aborted"])
+@pytest.mark.parametrize("lose", LOSSES, ids=lambda lose: lose.__name__)
+def test_a_request_whose_load_is_lost_is_computed_and_its_blocks_come_back(
+    loading: Loading, lose: Callable[..., None], aborted: bool, asynchronous: bool
+) -> None:
+    e, one = loading(NEVER, asynchronous, before=lose)
+    held, now = e.connector._scheduler.importer.held, [time.monotonic()]
+    held._clock = lambda: now[0]
+    held.add("a")  # by this clock
+    if aborted:
+        e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    for _ in range(int(LOST_SECONDS) - 2):
+        now[0] += LOOK_SECONDS
+        one.step()
+    assert e.table.counters.read(LOADS_LOST) == 0
+    assert "a" in e.scheduler.requests
+    if not aborted:
+        assert e.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(6 + 2 * asynchronous):
+        now[0] += LOOK_SECONDS
+        one.step()
+    assert e.table.counters.read(LOADS_LOST) == 1
+    finish(e, one)
+    assert not held
+
+
+def test_a_report_that_was_on_its_way_when_ranks_were_asked_counts(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would end at a report of a request that it has begun anew.  Three steps at a time, as
+    with pipeline parallelism."""
+    monkeypatch.setattr(VllmScheduler, "steps_under_way", 3)
+    e, one = loading(NEVER, asynchronous=True)
+    held, now = e.connector._scheduler.importer.held, [time.monotonic()]
+    held._clock = lambda: now[0]
+    held.add("a")
+    late = e.schedule()
+    one.cache.end_now()
+    output = one.output_of(late)  # the rank's report is made, and not taken in yet
+    assert output.finished_recving == {"a"}
+    now[0] += LOST_SECONDS
+    asked = e.schedule()
+    assert held._forgotten
+    now[0] += LOOK_SECONDS
+    third = e.schedule()
+    e.answer(late, output)
+    for sent in (asked, third):
+        one.run(sent)
+    for _ in range(4):
+        now[0] += LOOK_SECONDS
+        one.step()
+    assert e.table.counters.read(LOADS_LOST) == 0
+    finish(e, one)
+
+
+def test_a_report_that_matches_no_load_changes_nothing(loading: Loading) -> None:
+    e, one = loading(NEVER)
+    sent = e.schedule()
+    strange = [LoadReport("nobody's", ()), LoadReport(12345, ())]
+    e.answer(sent, KVConnectorOutput(kv_connector_worker_meta=RankReport(0, loads=strange)))
+    assert e.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    one.cache.end_now()
+    finish(e, one)
