@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
@@ -28,10 +27,9 @@ from .ranks import Ranks
 from .request_share import OptionChecks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
+from .stuck import free_stuck
 from .tracing import importer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
-
-log = logger(__name__)
 
 MAX_FENCES = 1000
 """How often an idle engine asks its ranks about a fence, vLLM waits a millisecond in between."""
@@ -237,6 +235,8 @@ class SchedulerSide:
         tokens = output.total_num_scheduled_tokens
         self._option_checks.step_built(output.scheduled_new_reqs, self._vllm)
         self._fences = 0 if tokens else self._fences + 1
+        if not tokens and self.importer.unscheduled:
+            free_stuck(self._vllm, self.importer, self.cache)
         news = not tokens or self._describe or self.importer.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)

@@ -96,6 +96,11 @@ class VllmScheduler:
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
+    def give_back(self, request_ids: set[str]) -> None:
+        """Free the blocks of requests that wait and hold some, although their load has ended: they
+        wait as if nothing had been loaded for them."""
+        self._requeue([], request_ids)
+
     def _requeue(self, ran: list[Any], request_ids: set[str]) -> None:
         """Do now what vLLM does later when all blocks of a load have failed: the requests wait
         without blocks, in their order and behind the requests that ``ran``."""
