@@ -76,11 +76,11 @@ class KVMemory:
             except BaseException:
                 os.close(fd)
                 raise
+            _seal(fd)  # after the mapping, which a seal would refuse; closed with ``memory``
         except OSError as exc:
             raise TransportError(f"KV memory of {nbytes} bytes: {exc.strerror}") from exc
         with suppress(OSError):  # a kernel without transparent huge pages
             memory._mapping.madvise(mmap.MADV_HUGEPAGE)
-        _seal(fd)
         return memory
 
     @property

@@ -110,7 +110,7 @@ def compute_lost(
         if tracker is not None:
             tracker.blocks_failed(bad)
     if lost:
-        vllm.compute(lost)
+        vllm.give_back(set(lost))
         log.warning("loads lost: %d; no rank reported their end, and they are computed", len(lost))
 
 

@@ -95,10 +95,17 @@ class PoolRoom:
         spare = len(self._manager.block_pool.blocks) // SPARE
         return num_blocks + kept <= left and self._blocks(request) + spare <= left
 
+    def has_room(self, request: Any) -> bool:
+        """Whether the rest of a request's prompt fits beside what all others hold: with one block
+        more in each group, which drafts may need."""
+        return self._rest(request) + len(self._managers) <= self.free()
+
     def _missing(self, request: Any) -> int:
         """Blocks that vLLM reserves because a prefill under way still needs them."""
-        if request.status.name not in PREFILLING:
-            return 0
+        return self._rest(request) if request.status.name in PREFILLING else 0
+
+    def _rest(self, request: Any) -> int:
+        """Blocks that a request needs for its tokens and does not hold yet."""
         tables = self._manager.get_blocks(request.request_id).blocks
         # As vLLM, which counts the null blocks too: else a request that decodes behind its window
         # would need, for ever, what a prefill holds at most.

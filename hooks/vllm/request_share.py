@@ -123,6 +123,8 @@ def may_share(request: Any, share: Share) -> bool:
         return False  # an adapter's name does not identify its contents
     if request.mm_features:
         return False  # an image's name may be chosen by the client
+    if request.prompt_embeds is not None:
+        return False  # the hash leaves out which positions are token ids and which embeddings
     if share is Share.SALTED_ONLY and request.cache_salt is None:
         return False
     return options_of(request).share

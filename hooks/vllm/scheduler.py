@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
@@ -29,10 +28,9 @@ from .ranks import Ranks
 from .request_share import OptionChecks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
+from .stuck import free_stuck
 from .tracing import importer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
-
-log = logger(__name__)
 
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""
@@ -234,6 +232,8 @@ class SchedulerSide:
         self._idle_since = None if tokens else self._idle_since or time.monotonic()
         if self.importer.held:
             compute_lost(self.importer, self.tracker, self._vllm, self._ranks)
+        if not tokens and self.importer.unscheduled:
+            free_stuck(self._vllm, self.importer, self.cache)
         news = not tokens or self._describe or self.importer.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)

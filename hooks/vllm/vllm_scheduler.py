@@ -8,7 +8,7 @@ imports might fill them while such a step still writes.  And a load under way ho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -81,11 +81,6 @@ class VllmScheduler:
             return False
         return bool(request.is_finished() or request.status.name == "WAITING_FOR_REMOTE_KVS")
 
-    def compute(self, request_ids: Iterable[str]) -> None:
-        """Have these requests, which ``holds_back`` names, computed: their loads are lost.  Of one
-        that has ended the blocks are freed."""
-        self._requeue([], set(request_ids))
-
     def may_import(self) -> bool:
         """Whether no step writes to free blocks any more: all steps that were dispatched before the
         last reset have ended."""
@@ -112,6 +107,11 @@ class VllmScheduler:
             fence, blocks = scheduler.deferred_frees.popleft()
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
+    def give_back(self, request_ids: set[str]) -> None:
+        """Free the blocks of requests that wait and hold some, although their load has ended, or is
+        lost: they wait as if nothing had been loaded for them."""
+        self._requeue([], request_ids)
 
     def _requeue(self, ran: list[Any], request_ids: set[str]) -> None:
         """Do now what vLLM does later when all blocks of a load have failed: the requests wait

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import weakref
@@ -70,13 +71,18 @@ def test_more_memory_than_there_is_names_needed_and_available():
     assert open_fds() == before
 
 
-def test_a_kernel_that_refuses_is_a_transport_error(monkeypatch):
-    def refuse(fd: int, start: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    "refused", [(os, "memfd_create"), (os, "posix_fallocate"), (mmap, "mmap"), (fcntl, "fcntl")]
+)
+def test_a_kernel_that_refuses_is_a_transport_error(monkeypatch, refused):
+    """Whatever it refuses, as the system call filter of a container does."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
 
     before = open_fds()
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(TransportError, match=r"4096 bytes: .*No space left"):
+    monkeypatch.setattr(*refused, refuse)
+    with pytest.raises(TransportError, match=r"4096 bytes: .*not permitted"):
         KVMemory.create(4096)
     assert open_fds() == before
 

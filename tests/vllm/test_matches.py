@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Plan
 from kvshm._ground.ids import NO_LEASE_BIT, LoadId
 from kvshm._node.peer import PlannedRun
-from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
+from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, MISS_NO_ROOM, Counter
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm.messages import RankReport
 
@@ -127,6 +127,36 @@ def test_an_import_does_not_wait_for_blocks_that_others_take_while_it_lasts(
 
     computed, matched = drive(0), drive(10)
     assert all(late <= soon + 4 for late, soon in zip(matched, computed, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_an_import_keeps_no_session_waiting_for_blocks_that_it_holds_itself(
+    engine: Make, held: Any, policy: str
+) -> None:
+    """A session's next input takes the blocks that were there for the rest of the request.  vLLM
+    then looks at nobody behind that request, not even at the session, and nobody runs."""
+    e = engine(num_blocks=40, scheduling_policy=policy)
+    held(e, 6, alike=prompt(11, first=2000))
+    session = e.add("session", prompt(20), max_tokens=1, resumable=True)
+    while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        e.step()
+    request = e.add("wants", prompt(11, first=2000), max_tokens=1)
+    loading = e.schedule()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    e.continue_session("session", prompt(8, first=5000), max_tokens=1)
+    e.step()
+    e.run(loading, arrived(loading))
+    assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    e.continue_session("session", prompt(1, first=7000), max_tokens=1)
+    for _ in range(4):
+        e.step()
+    assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert e.table.counters.read(MISS_NO_ROOM) == 1
+    e.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    for _ in range(4):
+        e.step()
+    assert not e.scheduler.requests
+    assert e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
 
 
 def test_what_fits_is_imported_all_the_same(engine: Make, held: Any) -> None:
