@@ -12,7 +12,6 @@ from kvshm._engine.load_plan import LoadFailure
 from kvshm._ground.ids import Rank
 from kvshm._ground.syncpoints import SyncPoint
 from kvshm._rank.rank_half import RankHalf
-from kvshm._rank.rank_load import RankLoad
 from kvshm._shm.counters import LOADS_TOO_LATE
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import CorruptSegment, MemoryInUse
@@ -371,31 +370,3 @@ def test_a_load_that_cannot_be_checked_is_its_peers_fault(
     assert [(f.peer_epoch, f.reason) for f in report.failures] == [
         (piece.peer_epoch, LoadFailure.COPY_FAILED)
     ]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is to die
-def test_a_load_that_a_dead_load_thread_has_left_ends_when_it_is_cancelled(
-    cache: RankHalf, attached: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its request would wait for ever."""
-    peer = attached()
-    go_round = cache._go_round
-
-    def dies(active: list[RankLoad]) -> list[RankLoad]:
-        monkeypatch.setattr(cache, "_go_round", go_round)
-        cache._arrived(1.0)
-        raise SystemExit
-
-    monkeypatch.setattr(cache, "_go_round", dies)
-    for name in ("left", "queued"):
-        cache.begin_load(load_of(piece_of(peer, len(name)), name=name))
-    until(lambda: not cache._thread.is_alive())
-    assert cache.poll() == []
-    for name in ("left", "queued"):
-        cache.cancel(name)
-    found = reports(cache, 2)
-    assert {name: set(report.bad) for name, report in found.items()} == {
-        "left": {14},
-        "queued": {16},
-    }
-    assert cache.poll() == []
