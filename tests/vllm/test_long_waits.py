@@ -1,4 +1,4 @@
-"""A request that waits for many steps is imported then; one that vLLM has no room for is computed."""
+"""A request that waits for many steps is imported; one that vLLM has no room for is computed."""
 
 from __future__ import annotations
 
