@@ -66,10 +66,9 @@ def join(
     wait: float | None = None,
 ) -> Node:
     """Make this engine's cache a part of the node's, and return its place in it.  If a
-    ``kvshm-coordinator`` runs, it waits until this engine has joined and knows the published blocks
-    of the engines that are there, some milliseconds in general, ``wait`` seconds at most.  Without
-    one, or after that time, it returns: the node is joined in the background, as soon as a
-    coordinator runs and answers.
+    ``kvshm-coordinator`` runs, it waits, ``wait`` seconds at most, until this engine has joined and
+    knows the blocks of the engines that are there: some milliseconds.  Otherwise the node is joined
+    in the background, as soon as a coordinator runs and answers.
 
     ``identity``: who may share with this engine.  ``memory``: what ``allocate`` returned, and
     ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region, in bytes
@@ -77,8 +76,7 @@ def join(
     least 1.  ``groups``: KV cache groups, numbered from 0; unless given, one of full attention,
     with blocks of ``block_size`` tokens.  ``config``: the settings; unless given, those of the
     environment (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device
-    whose memory it is, as torch names it.  ``wait``: in seconds; unless given, KVSHM_JOIN_WAIT_MS;
-    0 does not wait (on an event loop, for example).
+    whose memory it is, as torch names it.  ``wait``: unless given, KVSHM_JOIN_WAIT_MS.
 
     At most 8 engines of one process share at a time.  If this engine cannot share (no run
     directory, no descriptors, one engine too many), a line in the log and ``Node.refusal`` say why;
@@ -110,13 +108,18 @@ def join(
         return HalvesInOne(config, spec, path, memory, regions, opened)
 
     fields(identity)  # may raise: nothing has been opened
-    start_log(config.log_level, config.log_format, config.log_file)
-    for warning in config.warnings:
-        log.warning("%s", warning)
+    _begin_log(config)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
     where = by_address(regions, memory)
     node = claimed(where, lambda: Node(called, block_size, own, shape, fields, open_halves))
     return _started(node, identity, patience)
+
+
+def _begin_log(config: Config) -> None:
+    """Write the log as the settings say, and likely mistakes in them first."""
+    start_log(config.log_level, config.log_format, config.log_file)
+    for warning in config.warnings:
+        log.warning("%s", warning)
 
 
 def _settings(given: Config | None) -> Config:
