@@ -134,10 +134,17 @@ class Config:
     )
     drain_budget_ms: float = _setting(
         1.0,
-        values.milliseconds,
+        values.milliseconds(1000),
         "a number of milliseconds from 0 to 1000",
         "Longest wait per step for importers of blocks about to be reused; "
         "unless set, 0 without asynchronous scheduling.",
+    )
+    join_wait_ms: float = _setting(
+        1000.0,
+        values.milliseconds(600_000),
+        "a number of milliseconds from 0 to 600000",
+        "Longest wait of kvshm.join(), and under vLLM of a request that comes while the engine "
+        "joins, until the engines that are there are known; nobody waits without a coordinator.",
     )
     max_import_blocks: int = _setting(
         16384,

@@ -74,8 +74,7 @@ class SchedulerSide:
         self._describe = False  # whether the next step with a forward pass asks for descriptions
         self._descriptions: dict[int, RankDescription] = {}
         self._awaited: int | None = 0
-        """The step whose output completes the ranks' descriptions (0: the start completes them);
-        None while no description has been asked for."""
+        """The step whose output completes the descriptions; 0: the start; None: not asked."""
 
     # -- start and epochs
 
@@ -160,9 +159,8 @@ class SchedulerSide:
     def started(self, given: dict[int, RankDescription] | None, ranks: Ranks | None) -> None:
         """The ranks have started.  ``given``: their descriptions; None: ask the ranks."""
         self._ranks = ranks
-        if given is None:
-            given = ranks.describe() if ranks is not None else {}
-        self.ranks_described(given)
+        asked = ranks.describe() if given is None and ranks is not None else given
+        self.ranks_described(asked or {})
         self._check_descriptions(0)
 
     def _check_descriptions(self, step: int) -> None:
@@ -213,11 +211,13 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
-        whether vLLM must hold the request back until they have arrived.  Nothing is imported while
-        steps from before a reset may still write to free blocks."""
+        whether vLLM must hold the request back for them.  Nothing while steps from before a reset
+        may still write to free blocks; at the start, ask again until the peers are known."""
         if not self.may_import():
             self.importer.pass_over(request.request_id)
             return 0, False
+        if self.cache.lookups_are_early and self.importer.may_share(request):
+            return None, False
         found = self.importer.match(request, num_local_tokens)
         return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
 

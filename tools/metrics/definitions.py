@@ -243,7 +243,8 @@ HEALTH = (
     _gauge(
         "engine_check",
         "Whether an engine passes a check, 1 or 0: live (it runs and answers), ready (others can "
-        "read its blocks), progress (no loop stands still while work waits).",
+        "read its blocks), progress (no loop stands still while work waits; absent where that "
+        "cannot be told).",
         *ENGINE,
         "check",
     ),
