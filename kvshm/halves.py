@@ -41,6 +41,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
+    WEIGHTS_WRITTEN,
 )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "PROMPT_TOKENS_COMPUTED",
     "PROMPT_TOKENS_LOCAL",
     "PROMPT_TOKENS_PEER",
+    "WEIGHTS_WRITTEN",
     "BlockId",
     "Costs",
     "EngineSpec",

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvshm._ground.ids import BlockId
 from kvshm.halves import LoadOrder, LoadReport, Part
 
 Tables: TypeAlias = Sequence[Sequence[BlockId]]
 """A request's block tables, by group."""
+
+
+def ids_of(blocks: Any) -> list[list[BlockId]]:
+    """The block tables of vLLM's KVCacheBlocks, by group."""
+    return [[block.block_id for block in table] for table in blocks.blocks]
 
 
 class LoadedBlocks(NamedTuple):
