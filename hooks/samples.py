@@ -5,8 +5,8 @@ A full read of a model's weights takes seconds, a look at samples a millisecond.
 the next look the next row.  Where the grid begins is random, and a row's places are an odd number
 of elements apart, so that they fall into different columns of a matrix.
 
-    look 0   x . . . x . . . x . . .        one row of each tensor, read by one
-    look 1   . x . . . x . . . x . .        operation for all tensors of a part
+    look 0   x . . . . x . . . . x . . . .        one row of each tensor, read by one
+    look 1   . x . . . . x . . . . x . . .        operation for all tensors of a part
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class Samples:
         found = {id(p.value): p for p in reversed(self._places) if _has_elements(p.value)}
         tensors = sorted(((p.name, p.value) for p in found.values()), key=_kind)
         self._digests: dict[object, bytes] = {}
-        self.parts = [
-            _Part([_Tensor(name, tensor) for name, tensor in chosen], random)
-            for _, alike in groupby(tensors, _kind)
-            for chosen in _in_parts(list(alike))
-        ]
+        # A step may run in inference mode, and a later look, outside it, could not write into
+        # tensors that were made in it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.parts = [
+                _Part([_Tensor(name, tensor) for name, tensor in chosen], random)
+                for _, alike in groupby(tensors, _kind)
+                for chosen in _in_parts(list(alike))
+            ]
         self._row = self._next = 0
 
     def digested(self, digests: dict[object, bytes]) -> None:
@@ -82,22 +85,24 @@ class _Tensor:
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name, self.tensor = name, tensor
-        self.address, self.writes = tensor.data_ptr(), _writes(tensor)
-        self._equal_writes = 0
+        self._address, self._writes, self._equal_writes = tensor.data_ptr(), _writes(tensor), 0
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its memory was exchanged or freed."""
+        return self.tensor.data_ptr() != self._address
 
     def was_written(self, digests: dict[object, bytes]) -> bool:
-        """Whether its memory was exchanged, or torch has counted a write that changed it.  Blocks
-        while a tensor that was written is read as a whole."""
-        if self.tensor.data_ptr() != self.address:
-            return True
+        """Whether torch has counted a write that changed it.  Blocks while a tensor that was
+        written is read as a whole."""
         writes = _writes(self.tensor)
-        if writes == self.writes or self._equal_writes > EQUAL_WRITES:
+        if writes == self._writes or self._equal_writes > EQUAL_WRITES:
             return False
         now: dict[object, bytes] = {}
         digest_tensors([(self.name, self.tensor.detach())], now)
         if digests.get(at := where(self.tensor)) != now[at]:
             return True
-        self.writes, self._equal_writes = writes, self._equal_writes + 1
+        self._writes, self._equal_writes = writes, self._equal_writes + 1
         return False
 
 
@@ -115,6 +120,9 @@ class _Part:
 
     def look(self, row: int, digests: dict[object, bytes]) -> str:
         """Return the name of the first tensor that differs, empty if there is none."""
+        # First: the memory of a tensor whose storage was emptied is gone.
+        if moved := next((each.name for each in self._tensors if each.has_moved), ""):
+            return moved
         now = self._read(row)
         if not torch.equal(now, self._known[row]):
             place = int((now != self._known[row]).nonzero()[0])
@@ -132,11 +140,11 @@ def _rows_of(tensor: torch.Tensor, start: float) -> Callable[[int], torch.Tensor
     ordered = outermost_first(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     words = ordered.view(_WORDS[ordered.element_size()])
     size = words.numel()
-    per = size if size <= 4 * PER_LOOK else min(PER_LOOK, size // LOOKS)
-    step = 0 if per == size else size // (LOOKS * per)
-    step -= step > 0 and step % 2 == 0
-    first = int(start * (size - step * (LOOKS * per - 1))) if step else 0
-    shape, strides = (LOOKS, per), (step, step * LOOKS or 1)
+    per = size if size <= 4 * PER_LOOK else min(PER_LOOK, size // (2 * LOOKS))
+    apart = (size // per - 1) | 1
+    rows_apart = 0 if per == size else apart // LOOKS
+    first = int(start * (size - (per - 1) * apart - (LOOKS - 1) * rows_apart))
+    shape, strides = (LOOKS, per), (rows_apart, apart)
     if words.is_contiguous():
         rows = words.as_strided(shape, strides, words.storage_offset() + first).unbind()
         return lambda row: rows[row]

@@ -17,13 +17,10 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 
-from kvshm._ground.log import logger
 from kvshm._ground.resources import start_thread
 
 from .samples import Samples
 from .weights import Place
-
-log = logger(__name__)
 
 
 class WeightWitness:
@@ -89,17 +86,16 @@ class WeightWitness:
             try:
                 found = how(self._samples)
             except Exception as exc:  # any: what cannot be looked at any more may be written
-                log.warning("the weights cannot be looked at: %s", exc)
-                found = f"unknown, the weights cannot be looked at: {exc}"
+                found = f"weights that cannot be read: {exc}"
             if found:
                 self._watching, self._samples = False, None
             return found
 
     def _run(self) -> None:
         while not self._closed:
-            self._changed.wait(self._pause())
-            self._changed.clear()
-            if found := self._look(Samples.look):
+            if self._changed.wait(self._pause()):
+                self._changed.clear()
+            elif found := self._look(Samples.look):
                 self._tell(found)
 
     def _pause(self) -> float | None:

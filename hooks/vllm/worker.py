@@ -127,11 +127,10 @@ class WorkerSide:
         """Somebody has written the weights, and nobody had announced it: other engines must not
         read this rank's blocks any more.  The scheduler hears of it with the next step.  The
         witness's thread, or the main one."""
-        text = f"weights written: {name}"
         log.warning(
-            "rank %d: %s differs from when the weights were digested, and nobody had announced "
-            "that: the blocks computed so far are withdrawn, and the weights are digested anew; "
-            "reset the prefix cache after each update (docs/fingerprint.md)",
+            "rank %d: weights were written and nobody had announced it, found in %s: the blocks "
+            "computed so far are withdrawn, and the weights are digested anew; reset the prefix "
+            "cache after each update (docs/fingerprint.md)",
             self._rank,
             name,
         )
@@ -140,7 +139,7 @@ class WorkerSide:
             if (table := cache.table) is not None:
                 with suppress(KvshmError, ValueError):  # its epoch has just ended
                     table.counters.add(WEIGHTS_WRITTEN)
-                    table.log_error(f"rank {self._rank}: {text}")
+                    table.log_error(f"rank {self._rank}: weights written: {name}")
 
     def _memory(self, placement: Placement) -> Any:
         """Return the memory of the KV cache.  Raises TransportError if it cannot be shared."""
