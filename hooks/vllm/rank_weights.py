@@ -48,8 +48,12 @@ class RankWeights:
             self._witness.prepare(weight_places(self.model))
         except (RuntimeError, TypeError, KeyError) as exc:  # whatever torch says of a tensor
             raise WeightsUnknown(f"the weights cannot be sampled: {exc}") from exc
-        told = describe(digests)
-        self._witness.watch(digests)
+        try:
+            told = describe(digests)
+            self._witness.watch(digests)
+        except BaseException:
+            self._witness.stop()  # nothing is shared
+            raise
         return told, time.monotonic() - begun
 
     def change(self) -> None:
