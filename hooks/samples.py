@@ -12,9 +12,10 @@ of elements apart, so that they fall into different columns of a matrix.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -51,7 +52,7 @@ class Samples:
         # tensors that were made in it.
         with torch.inference_mode(False), torch.no_grad():
             self.parts = [
-                _Part([_Tensor(name, tensor) for name, tensor in chosen], random)
+                _Part(chosen, random)
                 for _, alike in groupby(tensors, _kind)
                 for chosen in _in_parts(list(alike))
             ]
@@ -64,8 +65,10 @@ class Samples:
     def look(self) -> str:
         """Compare the next part.  Returns the name of the first tensor found that was written or
         replaced, empty if there is none."""
-        if self._next == 0 and (left := next((p.name for p in self._places if p.is_left), "")):
-            return left
+        if self._next == 0:
+            for name, holder, key, value in self._places:
+                if holder is not None and holder.get(key) is not value:
+                    return name
         if not self.parts:
             return ""
         found = self.parts[self._next].look(self._row, self._digests)
@@ -80,63 +83,75 @@ class Samples:
         return next(filter(None, looks), "")
 
 
-class _Tensor:
-    """One tensor, with torch's own signs of a write."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name, self.tensor = name, tensor
-        self._address, self._writes, self._equal_writes = tensor.data_ptr(), _writes(tensor), 0
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether its memory was exchanged or freed."""
-        return self.tensor.data_ptr() != self._address
-
-    def was_written(self, digests: dict[object, bytes]) -> bool:
-        """Whether torch has counted a write that changed it.  Blocks while a tensor that was
-        written is read as a whole."""
-        writes = _writes(self.tensor)
-        if writes == self._writes or self._equal_writes > EQUAL_WRITES:
-            return False
-        now: dict[object, bytes] = {}
-        digest_tensors([(self.name, self.tensor.detach())], now)
-        if digests.get(at := where(self.tensor)) != now[at]:
-            return True
-        self._writes, self._equal_writes = writes, self._equal_writes + 1
-        return False
-
-
 class _Part:
     """Tensors of one device whose elements have one size."""
 
-    def __init__(self, tensors: Sequence[_Tensor], random: Callable[[], float]) -> None:
-        self._tensors = tensors
-        self._rows = [_rows_of(each.tensor.detach(), random()) for each in tensors]
-        widths = [len(rows(0)) for rows in self._rows]
-        self._ends = list(accumulate(widths))
-        some = tensors[0].tensor
+    def __init__(self, named: Sequence[tuple[str, Any]], random: Callable[[], float]) -> None:
+        self._names = [name for name, _ in named]
+        self._tensors: list[torch.Tensor] = [tensor for _, tensor in named]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._writes = [tensor._version for tensor in self._counting]
+        self._equal_writes: Counter[int] = Counter()
+        rows = [_rows_of(tensor.detach(), random()) for tensor in self._tensors]
+        self._holes = [(i, row_of) for i, row_of in enumerate(rows) if callable(row_of)]
+        self._rows = [[_at(each, row) for each in rows] for row in range(LOOKS)]
+        self._ends = list(accumulate(map(len, self._rows[0])))
+        some = self._tensors[0]
         self._reader = _reader(some.device, _WORDS[_size(some)], self._ends[-1])
         self._known = torch.stack([self._read(row).clone() for row in range(LOOKS)])
 
     def look(self, row: int, digests: dict[object, bytes]) -> str:
         """Return the name of the first tensor that differs, empty if there is none."""
         # First: the memory of a tensor whose storage was emptied is gone.
-        if moved := next((each.name for each in self._tensors if each.has_moved), ""):
-            return moved
-        now = self._read(row)
-        if not torch.equal(now, self._known[row]):
-            place = int((now != self._known[row]).nonzero()[0])
-            return self._tensors[bisect_right(self._ends, place)].name
-        return next((each.name for each in self._tensors if each.was_written(digests)), "")
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            pairs = zip(self._names, addresses, self._addresses, strict=True)
+            return next(name for name, now, before in pairs if now != before)
+        now, known = self._read(row), self._known[row]
+        if not torch.equal(now, known):
+            return self._names[bisect_right(self._ends, int((now != known).nonzero()[0]))]
+        if [tensor._version for tensor in self._counting] != self._writes:
+            return self._counted(digests)
+        return ""
+
+    def _counted(self, digests: dict[object, bytes]) -> str:
+        """torch has counted writes: return the name of a tensor that they changed, or empty.
+        Blocks while the tensors that were written are read as a whole."""
+        for place, tensor in enumerate(self._counting):
+            writes = tensor._version
+            if writes == self._writes[place]:
+                continue
+            self._writes[place] = writes
+            if self._equal_writes[place] > EQUAL_WRITES:
+                continue
+            now: dict[object, bytes] = {}
+            digest_tensors([("", tensor.detach())], now)
+            if digests.get(at := where(tensor)) != now[at]:
+                return next(
+                    n for n, t in zip(self._names, self._tensors, strict=True) if t is tensor
+                )
+            self._equal_writes[place] += 1
+        return ""
 
     def _read(self, row: int) -> torch.Tensor:
+        views = self._rows[row]
+        for place, row_of in self._holes:
+            views[place] = row_of(row)
         with torch.no_grad():
-            return self._reader([rows(row) for rows in self._rows])
+            return self._reader(views)
 
 
-def _rows_of(tensor: torch.Tensor, start: float) -> Callable[[int], torch.Tensor]:
-    """Return what gives each row of the tensor's grid: a view, without a copy, unless the tensor
-    has holes.  ``start``: where the grid begins, from 0 to 1."""
+Rows: TypeAlias = Sequence[torch.Tensor] | Callable[[int], torch.Tensor]
+"""Each row of a tensor's grid: views or, if the tensor has holes, what copies them."""
+
+
+def _at(rows: Rows, row: int) -> torch.Tensor:
+    return rows(row) if callable(rows) else rows[row]
+
+
+def _rows_of(tensor: torch.Tensor, start: float) -> Rows:
+    """Return the rows of the tensor's grid.  ``start``: where the grid begins, from 0 to 1."""
     ordered = outermost_first(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     words = ordered.view(_WORDS[ordered.element_size()])
     size = words.numel()
@@ -146,8 +161,9 @@ def _rows_of(tensor: torch.Tensor, start: float) -> Callable[[int], torch.Tensor
     first = int(start * (size - (per - 1) * apart - (LOOKS - 1) * rows_apart))
     shape, strides = (LOOKS, per), (rows_apart, apart)
     if words.is_contiguous():
-        rows = words.as_strided(shape, strides, words.storage_offset() + first).unbind()
-        return lambda row: rows[row]
+        views: tuple[torch.Tensor, ...]
+        views = words.as_strided(shape, strides, words.storage_offset() + first).unbind()
+        return views
     every = torch.arange(size, device=words.device)
     index = every.as_strided(shape, strides, first).contiguous()
     return lambda row: torch.take(words, index[row])
@@ -198,8 +214,3 @@ def _kind(named: tuple[str, Any]) -> tuple[str, int]:
 
 def _in_parts(tensors: list[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
     return (tensors[first : first + PART] for first in range(0, len(tensors), PART))
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    """How often torch has written the tensor, as far as it counts: not by way of ``data``."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -65,11 +65,6 @@ class Place(NamedTuple):
     value: object
     """What stands there: mostly a tensor."""
 
-    @property
-    def is_left(self) -> bool:
-        """Whether another object stands there by now."""
-        return self.holder is not None and self.holder.get(self.key) is not self.value
-
 
 def model_places(model: torch.nn.Module) -> Iterator[Place]:
     """Yield where the model keeps its parameters and buffers, shared ones once for each module."""
