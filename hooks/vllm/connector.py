@@ -181,8 +181,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load_at_once(metadata)
 
     def has_connector_metadata(self) -> bool:
-        """False, so that vLLM does not call the two methods below for every layer of every step;
-        vLLM asks this for no other purpose."""
+        """False, so that vLLM does not call the two methods below for every layer: its only use."""
         return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
