@@ -163,6 +163,20 @@ class Config:
         "Copy through host memory between GPUs that cannot reach each other, "
         "instead of leaving them unshared."
     )
+    weights_check_seconds: float = _setting(
+        5.0,
+        values.seconds,
+        "a number of seconds from 0.1 to 3600",
+        "How often an engine that shares looks at samples of all its weights: in that time it "
+        "notices that somebody has written them without a call that announces it.",
+    )
+    read_only_calls: str = _setting(
+        "",
+        values.method_names,
+        "names of methods, separated by commas",
+        "Methods of your worker extension that never write weights. vLLM's collective_rpc calls of "
+        "all others, and of callables, end what is shared, and all weights are digested anew.",
+    )
     transport: str = _setting(
         Auto.AUTO,
         values.transport,

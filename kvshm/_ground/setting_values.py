@@ -41,6 +41,21 @@ def milliseconds(most: float) -> Callable[[str], float]:
     return read
 
 
+def seconds(text: str) -> float:
+    """A number from 0.1 to 3600."""
+    if not re.fullmatch("[0-9.eE+-]+", text) or not 0.1 <= (number := float(text)) <= 3600:
+        raise ValueError
+    return number
+
+
+def method_names(text: str) -> str:
+    """Names of Python methods, separated by commas, with or without blanks."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(map(str.isidentifier, names)):
+        raise ValueError
+    return ",".join(names)
+
+
 def namespace(text: str) -> str:
     """A name that can be part of the name of a file."""
     if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):

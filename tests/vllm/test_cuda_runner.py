@@ -36,7 +36,7 @@ from kvshm._ground.syncpoints import SyncPoint
 from kvshm._rank import attachments, rank_load
 from kvshm._shm.layout import NUM_TICKETS
 from kvshm._shm.own_slot_table import _ticket
-from kvshm.hooks.vllm import at_once, before_prefill
+from kvshm.hooks.vllm import at_once, before_prefill, rank_weights
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.layout import shared_kv_memory
@@ -166,7 +166,7 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
     machine = FakeMachine()
     for module, limit in WAITS:
         monkeypatch.setattr(module, limit, 100.0)
-    monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     with Node() as node, ExitStack() as stack:

@@ -192,6 +192,11 @@ EXPORTING = (
         "Unexpected errors in kvshm's hooks; after one, kvshm is off for the engine.",
         "hook_errors",
     ),
+    _counter(
+        "weights_written",
+        "Times that ranks found weights written which nobody had announced; docs/fingerprint.md.",
+        "weights_written",
+    ),
 )
 EVENTS = (
     _counter("events_sent", "Messages of events handed to the coordinator.", "events_sent"),
