@@ -48,14 +48,14 @@ from .refusals import cache_refusal, config_refusal, version_refusal, version_wa
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
-from .shutdown import wait_for_engine_cores
+from .shutdown import prepare_shutdown
 from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
 log = logger(__name__)
 
 # vLLM imports this module early: a bad setting stops the start here, before a model is loaded.
-wait_for_engine_cores(checked_settings())
+prepare_shutdown(checked_settings())
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -77,7 +77,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = role is KVConnectorRole.SCHEDULER
         level = logging.WARNING if scheduler else logging.DEBUG
         config = settings_of_connector(self._kv_transfer_config)
-        wait_for_engine_cores(config)
+        prepare_shutdown(config)
         start_log(config.log_level, config.log_format, config.log_file)
         # Only the scheduler reads the policy.
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
@@ -365,7 +365,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         register()  # a MultiConnector looks up by name which connector's stats these are
-        wait_for_engine_cores(settings_of(vllm_config.kv_transfer_config))
+        prepare_shutdown(settings_of(vllm_config.kv_transfer_config))
         return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod

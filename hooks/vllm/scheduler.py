@@ -27,7 +27,7 @@ from .pool_watch import PoolListener, watch_pool
 from .prompt_tokens import PromptTokens
 from .ranks import Given, Ranks
 from .request_share import OptionChecks
-from .shutdown import on_shutdown_signal
+from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
 from .stuck import free_stuck
 from .tracing import importer_for
@@ -56,7 +56,7 @@ class SchedulerSide:
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
         self.cache = SchedulerHalf(config, spec, run_dir)
-        on_shutdown_signal(self.cache.leave)
+        on_shutdown_signal(lambda: self.cache.leave(LEAVE_SECONDS))
         ranks = int(vllm_config.parallel_config.world_size)
         self.importer = importer_for(vllm_config, self.cache, config, self._block_size, ranks)
         self.prompts = PromptTokens(self.cache, self.importer, self._block_size)

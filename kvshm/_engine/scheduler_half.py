@@ -187,11 +187,12 @@ class SchedulerHalf:
         self._client.rejoin()
         return True
 
-    def leave(self) -> None:
-        """Tell the other engines that this engine ends, without waiting: they stop using its
-        blocks, and it plans no more loads.  ``close`` has to follow.  Any thread."""
+    def leave(self, timeout: float = 0.0) -> None:
+        """Tell the other engines that this engine ends: they stop using its blocks, and it plans
+        no more loads.  Waits at most ``timeout`` seconds until that is told; ``close`` has to
+        follow.  Any thread."""
         self.planner.leaving = True
-        self._client.leave()
+        self._client.leave(timeout)
 
     def close(self) -> None:
         """End the epoch and leave the node.  If no coordinator runs, also remove the files of
