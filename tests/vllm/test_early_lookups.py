@@ -48,7 +48,8 @@ class Starting:
 
 
 @pytest.fixture
-def starting(engine: Make) -> Iterator[Starting]:
+def starting(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
+    monkeypatch.setenv("KVSHM_JOIN_WAIT_MS", "1000")
     starting = Starting(engine())
     yield starting
     starting.close()
@@ -76,16 +77,15 @@ def test_it_waits_for_a_while_and_no_other_one_waits_again(starting: Starting) -
     assert starting.scheduled() == {"early", "later"}
 
 
-def test_nothing_waits_without_a_coordinator(engine: Make) -> None:
+def test_nothing_waits_without_a_coordinator(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHM_JOIN_WAIT_MS", "1000")
     e = engine()
     e.add("first", prompt(4))
     assert set(e.step().output.num_scheduled_tokens) == {"first"}
 
 
-def test_nothing_waits_if_the_setting_says_so(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSHM_JOIN_WAIT_MS", "0")
+def test_nothing_waits_if_the_setting_says_so(engine: Make) -> None:
+    """As that of all other tests of a scheduler does."""
     starting = Starting(engine())
     starting.engine.add("first", prompt(4))
     assert starting.scheduled() == {"first"}
