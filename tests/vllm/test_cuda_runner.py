@@ -229,8 +229,13 @@ def test_a_prefix_travels_while_both_engines_run_ahead(pair: list[InProcessEngin
 def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
     """What an import of b's from a may hold: leases, the ticket, blocks, what b notes of it."""
     importer, table = b.engine.connector._scheduler.importer, b.cache.table
-    noted = {name: kept for name, kept in vars(importer).items() if isinstance(kept, dict | set)}
-    del noted["attached"]
+    parts = {"": importer, "twins.": importer._twins, "held.": importer.held}
+    noted = {
+        f"{part}{name}": kept
+        for part, owner in parts.items()
+        for name, kept in vars(owner).items()
+        if isinstance(kept, dict | set)
+    }
     return {
         "leases": [i for i, slot in enumerate(a.cache.table.slots()) if slot.leases],
         "tickets": [
