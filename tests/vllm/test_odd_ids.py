@@ -1,0 +1,87 @@
+"""Whatever clients choose, as ids, salts and options: random work goes on as with usual ids, and
+nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from .odd_texts import HALVES, TEXTS, any_json, any_object
+from .scheduling import Make, prompt
+from .several_groups import KINDS
+from .test_at_once import Node, work
+
+IDS = (*TEXTS.values(), *HALVES.values(), "aa", "job\x008", "usual-1", "usual-2")
+
+
+class Clients(Node):
+    """Its requests say whatever clients may say.  Ids come again as soon as vLLM lets them."""
+
+    def add(self) -> None:
+        busy = {part.request.request_id for _, parts in self.steps for part in parts}
+        free = [text for text in IDS if text not in busy and text not in self.e.scheduler.requests]
+        if not free:
+            return
+        name = self.rnd.choice(free)
+        tokens = prompt(7, first=self.rnd.choice((1, 1, 500, 1000)))[: self.rnd.randint(3, 112)]
+        self.prompts[name], self.delivered[name] = tokens, []
+        request = self.e.add(
+            name,
+            tokens,
+            max_tokens=self.rnd.choice((1, 5, 30)),
+            extra_args=self.options(),
+            seed=self.rnd.choice((None, None, 5)),
+            cache_salt=self.rnd.choice((None, None, *IDS)),
+            kv_hints=any_json(self.rnd),
+        )
+        self.note(request)  # its blocks may be published before it is scheduled
+
+    def options(self) -> dict[str, Any] | None:
+        if self.rnd.random() < 0.5:
+            return None
+        options = any_object(self.rnd)
+        if self.rnd.random() < 0.5:
+            options["kv_transfer_params"] = any_object(self.rnd)
+        return options
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whatever_clients_choose_is_answered_and_leaves_nothing(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, seed: int
+) -> None:
+    e = engine(asynchronous=asynchronous, num_blocks=28, max_num_batched_tokens=72, max_num_seqs=8)
+    work(Clients(e, random.Random(seed)), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"), [*zip(KINDS, cycle((False, True)), strict=False)]
+)
+def test_so_it_is_with_any_groups(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool
+) -> None:
+    specs = KINDS[kind]
+    num_blocks = 14 + 14 * len(specs)
+    e = engine(asynchronous, num_blocks, specs, max_num_batched_tokens=72, max_num_seqs=8)
+    work(Clients(e, random.Random(1)), monkeypatch)
+
+
+def test_a_model_in_a_folder_whose_name_is_no_text_is_shared(
+    engine: Make, tmp_path: Path, model: Path
+) -> None:
+    """Paths may hold any bytes, and vLLM takes this one if the tokenizer lies elsewhere."""
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9\x1b[31m"))
+    odd.symlink_to(model)
+    e = engine(model_path=odd, tokenizer=str(model))
+    e.add("r", prompt(2), max_tokens=1)
+    e.step()
+    e.step()
+    assert len(e.ready()) == 2
+    assert e.table.model == str(odd).replace("\udce9", "?")
