@@ -191,9 +191,8 @@ def _add_replica(found: _Found, labels: Labels, peer: PeerReading) -> None:
 def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[str, str]]:
     """Yield the engines of the same model that cannot share with this one, each with the first
     field that differs."""
-    logged = [differing_field(error.text) for error in engine.errors]
-    fields = dict(pair for pair in logged if pair is not None)
     for other in space.engines:
         ended = other.owner_died or other.retired
         if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:
-            yield other.label, fields.get(other.name, "")
+            logged = (differing_field(e.text, other.name) for e in reversed(engine.errors))
+            yield other.label, next(filter(None, logged), "")
