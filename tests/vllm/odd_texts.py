@@ -30,20 +30,25 @@ TEXTS = {
 HALVES = {"half of a character": "a\ud800", "other half": "\udcff"}
 """Lone surrogates, which JSON may hold and UTF-8 may not."""
 
-SHAPES: dict[str, Any] = {
+UNDERSTOOD: dict[str, Any] = {
     "nothing": {},
     "other connectors'": {"do_remote_prefill": True, "remote_block_ids": [[1], None]},
+    "another's depth": {"other": [[[[[[[[{}]]]]]]]]},
+    "report": {"kvshm": {"report": True}},
+    "empty name": {"": "\0", "\n": [], "\x1b[31m": "%s{}"},
+}
+MISTAKEN: dict[str, Any] = {
     "texts": {text[:100]: text for text in TEXTS.values()},
     "numbers": {"kvshm": 7, "": 1e308, "n": -(2**63), "m": 2**64 - 1},
     "lists": {"kvshm": [[], [[]], None], "a": [{"kvshm": {}}] * 40},
     "wrong options": {"kvshm": {"share": "\0", "report": "\x1b[31m", "\n": 1}},
-    "report": {"kvshm": {"report": True}},
     "deep": {"kvshm": {"share": [[[[[[[[{}]]]]]]]]}},
     "many": {str(number): number for number in range(1000)},
     "true": {"kvshm": True},
     "null": {"kvshm": None},
 }
-"""What may stand in ``kv_transfer_params`` and ``kv_hints``."""
+"""What may stand in ``kv_transfer_params``: what kvshm takes for no refusal to share, and what it
+does not understand."""
 
 
 def any_json(rnd: random.Random, depth: int = 3) -> Any:

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 from .odd_texts import HALVES, TEXTS, any_json, any_object
 from .scheduling import Make, prompt
 from .several_groups import KINDS
@@ -42,6 +44,15 @@ class Clients(Node):
             kv_hints=any_json(self.rnd),
         )
         self.note(request)  # its blocks may be published before it is scheduled
+
+    def schedule(self) -> None:
+        """Clients hang up most while they wait, for room or for a load."""
+        super().schedule()
+        running = self.e.scheduler.running
+        names = [name for name, one in self.e.scheduler.requests.items() if one not in running]
+        if names and self.rnd.random() < 0.15:
+            name = self.rnd.choice(names)
+            self.e.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def options(self) -> dict[str, Any] | None:
         if self.rnd.random() < 0.5:
