@@ -16,6 +16,8 @@ from kvshm._ground.rundir import choose_run_directory, open_run_directory
 from kvshm._node.leftovers import CleanupResult, clear
 from kvshm.config import Config
 
+from .plain_text import clean
+
 HELP = "remove what a crash has left"
 EXIT_CLEAN, EXIT_LEFT = range(2)
 
@@ -57,8 +59,8 @@ def run(asked: argparse.Namespace) -> int:
 def _print(found: CleanupResult, *, dry_run: bool) -> None:
     """A line for each file."""
     for what in found.removed:
-        print(f"would remove {what}" if dry_run else f"removed {what}")
+        print(clean(f"would remove {what}" if dry_run else f"removed {what}"))
     for what in found.left:
-        print(f"left alone: {what}", file=sys.stderr)
+        print(f"left alone: {clean(what)}", file=sys.stderr)
     if found.coordinator:
-        print(f"nothing done: {found.coordinator}", file=sys.stderr)
+        print(f"nothing done: {clean(found.coordinator)}", file=sys.stderr)

@@ -9,6 +9,8 @@ from typing import Any
 def clean(text: str) -> str:
     """Return a text of another process without anything that a terminal could obey or that hides
     or reorders what stands beside it: control and format characters become ``?``."""
+    if text.isprintable():
+        return text
     return "".join(
         "?" if unicodedata.category(char)[0] == "C" or unicodedata.category(char) in ("Zl", "Zp")
         else char

@@ -15,6 +15,8 @@ from kvshm.config import Config, list_settings
 from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
+from .plain_text import clean
+
 HELP = "print each setting, its value and where it came from"
 
 UNSET = "unset"
@@ -53,9 +55,9 @@ def run(asked: argparse.Namespace) -> int:
     rows = [(name, UNSET if value is None else value, origin) for name, value, origin in settings]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
-        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+        print(clean(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}"))
     for warning in config.warnings:
-        print(f"kvshm: {warning}", file=sys.stderr)
+        print(f"kvshm: {clean(warning)}", file=sys.stderr)
     return 0
 
 

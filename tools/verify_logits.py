@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .plain_text import clean
+
 HELP = "ask two engines the same prompt and compare the answers"
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
@@ -360,7 +362,7 @@ def run(options: argparse.Namespace) -> int:
         b = Server("B", options.b, options.timeout)
         outcome = ask(a, b, asked, options.wait)
     except (ServerError, OSError, UnicodeDecodeError) as exc:
-        print(f"kvshm verify-logits: {exc}", file=sys.stderr)
+        print(f"kvshm verify-logits: {clean(str(exc))}", file=sys.stderr)
         return EXIT_FAILED
     status, verdict = _verdict(outcome, options.tolerance)
     told = _told(outcome, verdict)

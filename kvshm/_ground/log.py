@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from .log_lines import PREFIX
+from .log_lines import PREFIX, PlainText
 
 REPEAT_SECONDS = 60.0
 MAX_KINDS = 256
@@ -29,7 +29,7 @@ _PAST_LIMITS = "kvshm_past_limits"
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose lines begin with ``kvshm:``."""
+    """A logger whose lines begin with ``kvshm:`` and are printable, whatever they quote."""
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
@@ -41,6 +41,7 @@ def logger(name: str) -> Logger:
     """Return the logger of module ``name`` (its ``__name__``) below ``vllm``."""
     below = logging.getLogger("vllm." + name)
     below.addFilter(LINE_LIMIT)
+    below.addFilter(_PLAIN_TEXT)
     return Logger(below, {})
 
 
@@ -100,6 +101,7 @@ def say(text: str) -> None:
 
 LINE_LIMIT = LineLimit(say)
 """Of all lines of this process."""
+_PLAIN_TEXT = PlainText()
 
 
 class RateLimit:

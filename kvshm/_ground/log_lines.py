@@ -17,6 +17,8 @@ PREFIX = "kvshm: "
 
 MAX_VALUE = 1000
 """At most so many characters of a value or message are written."""
+MAX_MESSAGE = 4000
+"""At most so many of a message in vLLM's own log."""
 MAX_TRACEBACK = 16_000
 """At most so many of a traceback."""
 
@@ -44,13 +46,42 @@ def quote(value: object) -> str:
     if text and not any(c.isspace() or c in '"=\\' or not c.isprintable() for c in text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
-    return f'"{"".join(shown)}"'
+    return f'"{printable(escaped)}"'
+
+
+def printable(text: str) -> str:
+    """Return a text in one line, without anything that a terminal could obey or that hides or
+    reorders what stands beside it: such characters as Python writes them, ``\\n``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def key_values(about: dict[str, object]) -> str:
     """Return ``key=value ...``."""
     return " ".join(f"{key}={quote(_cut(str(value)))}" for key, value in about.items())
+
+
+class PlainText(logging.Filter):
+    """Makes every line printable: it may quote what a client, another engine or a file has said.
+    Lets all lines through.  Any thread."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            record.msg, record.args = printable(_shortened(record.getMessage())), None
+            if record.exc_info and not record.exc_text:
+                text = _cut_middle(_TRACEBACKS.formatException(record.exc_info))
+                record.exc_text = "\n".join(map(printable, text.split("\n")))
+        except Exception:  # of a wrong format: handlers say so, as for every logger
+            return True
+        return True
+
+
+_TRACEBACKS = logging.Formatter()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
 class LineFormatter(logging.Formatter):

@@ -5,8 +5,6 @@ Both engines log the reason, each with its own value first.  Pure.
 
 from __future__ import annotations
 
-import re
-
 from kvshm._ground.fingerprint import (
     DTYPE,
     KV_DTYPE,
@@ -18,6 +16,7 @@ from kvshm._ground.fingerprint import (
     WEIGHTS,
 )
 from kvshm._ground.log import engine_name
+from kvshm._ground.log_lines import quote
 from kvshm._shm.error_log import TEXT_BYTES
 
 from .protocol import IncompatibleEngine
@@ -32,7 +31,6 @@ REFUSED = "refused: "
 """How the slot table's error log begins an entry about a refusal by the coordinator."""
 NO_BIT = "no lease bit is free, so more of its copies are discarded: use several namespaces"
 """The entry of an engine that has joined as one too many."""
-_ENTRY = re.compile(r"cannot share with (.*?): (\w+) is ", re.DOTALL)
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
@@ -47,15 +45,20 @@ def log_line(other: IncompatibleEngine) -> str:
 def error_log_entry(other: IncompatibleEngine) -> str:
     """Return the reason as an entry of the slot table's error log, which ``kvshm dump``
     shows."""
-    head = f"cannot share with {other.name}: "
+    head = _head(other.name)
     return head + reason(other, TEXT_BYTES - len(head))
 
 
-def differing_field(entry: str) -> tuple[str, str] | None:
-    """Return the engine's name and the first differing field that an entry of
-    ``error_log_entry`` has.  None for an entry about something else."""
-    found = _ENTRY.match(entry)
-    return (found[1], found[2]) if found is not None else None
+def differing_field(entry: str, other: str) -> str | None:
+    """Return the first differing field that an entry of ``error_log_entry`` has, if it is about an
+    engine with the name ``other``; None for another entry."""
+    head = _head(other)
+    return entry[len(head) :].partition(" is ")[0] if entry.startswith(head) else None
+
+
+def _head(name: str) -> str:
+    """How an entry about an engine begins.  Quoted, because a name may hold what follows it."""
+    return f"cannot share with {quote(name)}: "
 
 
 def reason(other: IncompatibleEngine, size: int) -> str:

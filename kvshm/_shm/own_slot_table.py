@@ -85,7 +85,9 @@ class TableSpec:
 
     def write(self, segment: Segment, created_ns: int) -> None:
         """Fill the constant fields of a new segment's header."""
-        buffer, model = segment.buffer, self.model.encode()[:MODEL_NAME_BYTES]
+        buffer = segment.buffer
+        # A path may hold bytes that are no text.
+        model = self.model.encode(errors="replace")[:MODEL_NAME_BYTES]
         fixed = (self.fingerprint, self.num_blocks, self.block_size, self.num_ranks)
         FIXED.pack_into(buffer, FINGERPRINT_OFFSET, *fixed)
         NAMES.pack_into(buffer, ENGINE_NAME_OFFSET, self.engine.encode(), model)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshm._ground.log import engine_name, logger
+from kvshm._ground.log_lines import MAX_MESSAGE
 
 from .coordinators import engine
 
@@ -53,3 +54,23 @@ def test_every_logger_of_the_product_is_one_of_these() -> None:
     }
     ground = {"kvshm/_ground/log.py", "kvshm/_ground/log_output.py"}
     assert made == {*ground, "coordinator/logfmt.py"}
+
+
+def test_nothing_that_a_line_quotes_is_obeyed_by_a_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Clients, other engines and files choose such texts."""
+    log, odd = logger("kvshm._node.peers"), "\x1b[2J\n\x00\u202e\ud800%s 模"
+    shown = "\\x1b[2J\\n\\x00\\u202e\\ud800%s 模"
+    log.warning("said: %s", odd)
+    log.warning("raised: %s", ValueError(odd))
+    try:
+        raise ValueError(odd)
+    except ValueError:
+        log.exception("failed")
+    assert caplog.messages == [f"kvshm: said: {shown}", f"kvshm: raised: {shown}", "kvshm: failed"]
+    (*_, last) = caplog.handler.format(caplog.records[-1]).splitlines()
+    assert last == "\\x00\\u202e\\ud800%s 模"
+    caplog.clear()
+    log.warning("%s", odd * 1_000_000)
+    assert len(caplog.messages[0]) < 10 * MAX_MESSAGE

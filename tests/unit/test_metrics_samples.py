@@ -300,16 +300,23 @@ def test_no_series_appears_twice_whatever_the_names_are() -> None:
     assert len(series) == len(set(series)) > 300
 
 
-HOSTILE = 'a"} 1\nkvshm_lookups_total{x="\\', "é\u2028\x00\ufffd{}", " "
+INJECTED = 'a"} 1\nkvshm_lookups_total{x="\\'
+HOSTILE = {
+    INJECTED: INJECTED,
+    "é\u2028\x00\ufffd{}": "é??\ufffd{}",
+    " ": " ",
+    "\udcff\x1b[2J": "??[2J",
+}
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names_stay_labels(name: str) -> None:
+@pytest.mark.parametrize(("name", "shown"), [*HOSTILE.items()])
+def test_hostile_names_stay_labels(name: str, shown: str) -> None:
     engine = replace(HEALTHY, label=name, model=name)
     for family in text_string_to_metric_families(as_text(samples_of(node(engine), UNIX))):
         for sample in family.samples:
             labels = {label: sample.labels[label] for label in ENGINE if label in sample.labels}
-            assert labels.get("engine", name) == labels.get("model", name) == name
+            assert labels.get("engine", shown) == shown
+            assert labels.get("model", shown) == shown
 
 
 def test_the_text_says_what_the_samples_say() -> None:

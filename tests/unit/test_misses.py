@@ -141,6 +141,20 @@ def test_an_incompatible_engine_is_named_with_what_differs() -> None:
     )
 
 
+NAMES = ("a", "a: model is b", 'a"', "a\\", '"a": model is', "a:", "model is", "\n", "模 型")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_no_part_of_what_is_read_from_an_entry(name: str) -> None:
+    """Engines choose their names."""
+    entry = incompatible.error_log_entry(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
+    assert incompatible.differing_field(entry, name) == "dtype"
+    for other in set(NAMES) - {name}:
+        assert incompatible.differing_field(entry, other) is None
+    assert incompatible.differing_field("cannot lease: is b", name) is None
+    assert entry.isprintable()
+
+
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
     many = dict.fromkeys(FIELDS, ("1" * 999, "1" * 500 + "2"))
     line = incompatible.log_line(IncompatibleEngine("x", 1, many))

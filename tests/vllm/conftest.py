@@ -104,9 +104,13 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("KVSHM_JOIN_WAIT_MS", "0")  # tables may be served, and nobody answers a join
 
     def make(
-        asynchronous: bool = False, num_blocks: int = 32, specs: Any = (), **arguments: Any
+        asynchronous: bool = False,
+        num_blocks: int = 32,
+        specs: Any = (),
+        model_path: Path = model,
+        **arguments: Any,
     ) -> DrivenEngine:
-        config = vllm_config(model, **arguments)
+        config = vllm_config(model_path, **arguments)
         config.scheduler_config.async_scheduling = asynchronous
         cache = imagined_cache(num_blocks, specs)
         made.append(DrivenEngine(config, num_blocks, asynchronous, cache=cache))

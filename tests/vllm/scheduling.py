@@ -160,9 +160,13 @@ class DrivenEngine:
         prompt: list[int],
         max_tokens: int = 4,
         extra_args: dict[str, Any] | None = None,
+        seed: int | None = None,
         **extra: Any,
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
+        """With a ``seed`` no step waits for the request's import (AtOnce.can_undo)."""
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args, seed=seed
+        )
         params.update_from_generation_config({}, eos_token_id=0)
         request = Request(
             name, prompt, params, pooling_params=None, block_hasher=self.hasher, **extra

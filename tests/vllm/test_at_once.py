@@ -30,6 +30,7 @@ from kvshm._shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm._shm.layout import RECORD_BYTES, SlotState
 from kvshm.hooks.vllm.messages import RankReport
 
+from .leftovers import assert_nothing_left
 from .played_model import GARBAGE, Kv, PlayedModel
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, plan_of, prompt
 from .several_groups import KINDS
@@ -297,10 +298,7 @@ def work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(300):
         node.schedule()
         node.run()
-    assert not [r for r in e.scheduler.requests.values() if not r.is_finished()]
-    importer = node.side.importer
-    assert (importer._imports, importer._twins._importing, importer._ended) == ({}, {}, set())
-    assert importer.at_once.withheld == {}
+    assert_nothing_left(e)
     assert node.awaited > node.failed > 3
     assert sum(map(len, node.delivered.values())) > 100
 

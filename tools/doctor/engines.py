@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import permutations
 
 from kvshm._ground.ids import Epoch
 from kvshm._node.incompatible import differing_field
@@ -79,12 +80,12 @@ def fingerprints(seen: Evidence) -> Finding:
     """Of engines of one model that are here now, each pair once.  Others are not meant to share."""
     told: dict[frozenset[str], str] = {}
     for space in seen.reading.namespaces:
-        models = {engine.name: engine.model for engine in space.engines}
-        for engine in space.engines:
+        for engine, other in permutations(space.engines, 2):
+            if other.model != engine.model:
+                continue
             for error in engine.errors:
-                other, _ = differing_field(error.text) or ("", "")
-                if models.get(other) == engine.model:
-                    pair = frozenset((space.name, engine.name, other))
+                if differing_field(error.text, other.name) is not None:
+                    pair = frozenset((space.name, engine.name, other.name))
                     told.setdefault(pair, f"{engine.label}: {error.text}")
     good = "no engine differs from another one of its model"
     return _of_engines(seen, list(told.values()), good, warning)

@@ -17,6 +17,7 @@ from kvshm._ground.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 
+from ..plain_text import clean
 from .number_formats import DTYPES
 
 HELP = "write blocks to a file, show them to engines, compare them"
@@ -115,7 +116,8 @@ def _dump(asked: argparse.Namespace) -> int:
     found = dump.read_engine(run_dir, config.namespace, wanted)
     block_file.write(asked.file, found.what, found.arrays, force=asked.force)
     left = f"; {found.changed} were reused meanwhile and left out" if found.changed else ""
-    print(f"{asked.file}: {len(found.what.blocks)} blocks of engine {found.what.engine}{left}")
+    what = f"{asked.file}: {len(found.what.blocks)} blocks of engine {found.what.engine}{left}"
+    print(clean(what))
     return 0
 
 
@@ -134,7 +136,7 @@ def _compare(asked: argparse.Namespace) -> int:
     try:
         return compare.main((asked.files[0], asked.files[1]), how, as_json=asked.json)
     except (KvshmError, MemoryError) as exc:
-        print(f"kvshm kv compare: {str(exc) or 'not enough memory'}", file=sys.stderr)
+        print(f"kvshm kv compare: {clean(str(exc)) or 'not enough memory'}", file=sys.stderr)
         return compare.NOT_COMPARED
 
 

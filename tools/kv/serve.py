@@ -27,6 +27,7 @@ from kvshm.errors import ConfigError, KvshmError
 from kvshm.halves import BlockId, EngineSpec, Epoch, RankInfo, SchedulerHalf, open_rank
 from kvshm.interfaces import Region, load_transport
 
+from ..plain_text import clean
 from .block_file import BlockFile, BlockFileError, Description, packed_regions
 from .dump import HOST_MEMORY
 
@@ -170,7 +171,7 @@ def _show(engine: FileEngine) -> str | None:
     try:
         return engine.show()
     except KvshmError as exc:  # for example, no descriptors left: the cache tries again
-        print(f"kvshm kv serve: {exc}; trying again", file=sys.stderr)
+        print(f"kvshm kv serve: {clean(str(exc))}; trying again", file=sys.stderr)
         return None
 
 

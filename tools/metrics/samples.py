@@ -1,7 +1,8 @@
 """What a look at a node says for each metric.  Pure.
 
 Each series appears once, whatever names the engines have: of two with the same labels counters are
-added up, and of other values the first one stays.
+added up, and of other values the first one stays.  Of what a terminal could obey, labels keep only
+line ends, which Prometheus' formats escape.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvshm.version import __version__
 
 from ..node.health import Limits, State, judge, judge_coordinator
 from ..node.reading import EngineReading, NamespaceReading, NodeReading, PeerReading
+from ..plain_text import clean
 from .definitions import METRICS, Kind
 
 SECOND_NS = 1e9
@@ -49,7 +51,7 @@ class _Found:
 
     def add(self, name: str, labels: Labels, value: float | Buckets) -> None:
         metric = METRICS[f"kvshm_{name}"]
-        series = self.by_name[metric.name]
+        series, labels = self.by_name[metric.name], tuple(map(_label, labels))
         if metric.kind is Kind.COUNTER:
             value += series.get(labels, 0)  # type: ignore[operator]  # no counter has Buckets
         elif labels in series:
@@ -88,6 +90,10 @@ def cumulate(values: Distribution, unit: str) -> Buckets:
         for bits in (TIME_BITS if unit == "ns" else TOKEN_BITS)
     )
     return Buckets((*bounds, (float("inf"), up_to[-1])), values.total / scale)
+
+
+def _label(text: str) -> str:
+    return "\n".join(map(clean, text.split("\n")))
 
 
 def _labels(engine: EngineReading) -> Labels:
@@ -187,9 +193,8 @@ def _add_replica(found: _Found, labels: Labels, peer: PeerReading) -> None:
 def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[str, str]]:
     """Yield the engines of the same model that cannot share with this one, each with the first
     field that differs."""
-    logged = [differing_field(error.text) for error in engine.errors]
-    fields = dict(pair for pair in logged if pair is not None)
     for other in space.engines:
         ended = other.owner_died or other.retired
         if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:
-            yield other.label, fields.get(other.name, "")
+            logged = (differing_field(e.text, other.name) for e in reversed(engine.errors))
+            yield other.label, next(filter(None, logged), "")

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import NamedTuple
 
+from ..plain_text import clean
+
 CLIENT_SECONDS = 10.0
 """From the beginning of a connection to its end; Prometheus itself waits as long."""
 MAX_CLIENTS = 64
@@ -138,4 +140,4 @@ def _accept(headers: list[str]) -> str:
 
 
 def _say(text: str) -> None:
-    print("kvshm metrics:", " ".join(text.split()), file=sys.stderr, flush=True)
+    print("kvshm metrics:", clean(" ".join(text.split())), file=sys.stderr, flush=True)

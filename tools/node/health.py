@@ -178,7 +178,7 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
     if not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
     for error in reversed(engine.errors):
-        if (differing := differing_field(error.text)) is not None and differing[0] in alike:
+        if any(differing_field(error.text, name) for name in alike):
             yield f"{ALONE} here: {error.text}"
             return
 
