@@ -1,4 +1,4 @@
-"""Every command of ``kvshm`` prints what engines and files are called so that no terminal obeys it."""
+"""No command prints the names of engines and files in a way that a terminal would obey."""
 
 from __future__ import annotations
 

@@ -58,6 +58,8 @@ def test_every_value_is_read() -> None:
             "KVSHM_SHARE": "salted-only",
             "KVSHM_VERIFY": "1",
             "KVSHM_STAGING": "1",
+            "KVSHM_WEIGHTS_CHECK_SECONDS": "0.5",
+            "KVSHM_READ_ONLY_CALLS": "tell, my_stats",
             "KVSHM_TRANSPORT": "carrier-pigeon_2.0",
             "KVSHM_BESIDE": "1",
             "KVSHM_ALLOW_UNTESTED_VLLM": "1",
@@ -76,6 +78,7 @@ def test_every_value_is_read() -> None:
         Share.SALTED_ONLY,
     )
     assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
+    assert (config.weights_check_seconds, config.read_only_calls) == (0.5, "tell,my_stats")
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
