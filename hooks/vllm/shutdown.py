@@ -54,6 +54,8 @@ vLLM starts."""
 _POLL_SECONDS = 0.005
 _ENDING = {signal.SIGTERM, signal.SIGINT}
 _started = threading.Event()
+_cores: list[Any] = []
+"""EngineCores that vLLM has ended, and perhaps killed without waiting for their deaths."""
 _places: set[tuple[str, str]] = set()
 """Run directories (empty: the default one) and namespaces of this process's engines."""
 
@@ -127,6 +129,7 @@ def _let_cores_leave() -> None:
                 let_leave(self.processes)
         except Exception:  # any: vLLM must still end its EngineCores
             log.debug("the peers may take the end of an engine for a crash", exc_info=True)
+        _cores.extend(self.processes)
         original(self, timeout)
 
     setattr(CoreEngineProcManager, TOUCHPOINT, shutdown)
@@ -163,7 +166,11 @@ def _is_member(pid: int) -> bool:
 
 
 def clean_up() -> None:
-    """Remove what dead processes left behind, unless a coordinator runs and does so."""
+    """Remove what dead processes left behind, unless a coordinator runs and does so.  Waits until
+    the EngineCores that vLLM has killed are dead, for LEAVE_SECONDS at most."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for process in _cores:
+        process.join(max(0.0, deadline - time.monotonic()))
     for given, namespace in _places:
         try:
             if choose_run_directory(given, os.environ).is_dir():  # else no engine ever ran

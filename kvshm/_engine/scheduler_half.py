@@ -130,12 +130,13 @@ class SchedulerHalf:
     def meets_peers(self) -> bool:
         """Whether this engine joins for the first time, and does not yet know the blocks of an
         engine that the roster names: a lookup may find less than there is.  False for good once it
-        knows them all, and where it cannot come to know any: without a coordinator when this is
-        first asked, or if it imports nothing, is refused, or cannot begin its epoch.  Does not
-        block.  Any thread, one at a time."""
+        knows them all, and where it cannot come to know any: without a coordinator, or if it
+        imports nothing, is refused, or cannot begin its epoch.  Does not block.  Any thread, one at
+        a time."""
         if self._meets_peers is None:
-            served = is_served(tables_socket(self._run_dir, self._config.namespace))
-            self._meets_peers = served and not self.role.no_imports
+            self._meets_peers = not self.role.no_imports
+        if self._meets_peers and not self.is_member:  # the coordinator may end meanwhile
+            self._meets_peers = is_served(tables_socket(self._run_dir, self._config.namespace))
         if self._meets_peers:
             state, wanted = self.epoch_state, self._requested is not None
             known = state is not None and self._handler.knows_roster(Epoch(state.table.epoch))

@@ -52,8 +52,6 @@ def test_every_value_is_read() -> None:
             "KVSHM_MIN_PREFIX_TOKENS": "256",
             "KVSHM_DRAIN_BUDGET_MS": "2.5",
             "KVSHM_JOIN_WAIT_MS": "30",
-            "KVSHM_WEIGHTS_CHECK_SECONDS": "0.5",
-            "KVSHM_READ_ONLY_CALLS": "my_stats, my_norms",
             "KVSHM_MAX_IMPORT_BLOCKS": "7",
             "KVSHM_SHARE": "salted-only",
             "KVSHM_VERIFY": "1",
@@ -83,7 +81,6 @@ def test_every_value_is_read() -> None:
     assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
     assert config.join_wait_ms == 30.0
-    assert (config.weights_check_seconds, config.read_only_calls) == (0.5, "my_stats,my_norms")
     assert (config.log_format, config.log_file) == (LogFormat.JSON, "/var/log/kvshm.log")
     assert config.transport == "carrier-pigeon_2.0"
     assert config.given == {s.name for s in SETTINGS}

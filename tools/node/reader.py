@@ -231,7 +231,7 @@ class NodeReader:
         """Read the engines of a namespace; nothing of its coordinator."""
         mapped = [each for each in self._mapped.values() if each.namespace == space]
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
-        clock = ReadersClock(round(self._clock() * 1e9), self._clock_offset())
+        clock = ReadersClock(self._clock, self._clock_offset())
         counted = self._count(space, [each.table for each in mapped if each.table], turn)
         engines, unreadable = [], {m.epoch: m.problem for m in mapped if m.problem}
         for each in mapped:
@@ -269,8 +269,8 @@ class NodeReader:
         answers, joined = self._ask_coordinator(space.name, space.engines)
         present = tuple(replace(e, joined=e.epoch in joined) for e in space.engines)
         shown = {e.coordinator_ns for e in present if e.joined}
-        known = [at for at in shown if at is not None]
-        last_ns = max(known, default=None if shown else 0)
+        known = [at for at in shown if at]  # 0: it never has; a time may lie before this clock's 0
+        last_ns = max(known, default=None if None in shown else 0)
         return replace(space, coordinator_answers=answers, coordinator_ns=last_ns, engines=present)
 
     def _ask_coordinator(
@@ -280,7 +280,8 @@ class NodeReader:
         engines in whose tables it has not shown itself lately; about nobody if there are none."""
         now, handouts = self._clock(), Handouts(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
-        fresh = {e.epoch for e in living if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}
+        seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not told
+        fresh = {e.epoch for e in seen if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}
         wanted = [e.epoch for e in living if e.epoch not in fresh]
         answers, joined = bool(fresh), set(fresh)
         for epoch in wanted or ([] if fresh else [Epoch(0)]):

@@ -236,8 +236,9 @@ class NodeReading:
 class ReadersClock:
     """The clock of this process, to which the times of all others are converted."""
 
-    now_ns: int
-    """CLOCK_MONOTONIC, before the tables are read."""
+    clock: Callable[[], float]
+    """CLOCK_MONOTONIC in seconds, read after the times that are judged: this process may be stopped
+    between two of its reads."""
     offset_ns: int | None
     """Of this process (kvshm/_ground/time_namespace.py); None: not known."""
 
@@ -245,7 +246,7 @@ class ReadersClock:
         """A time of a process with this offset; None if it cannot be told.  A time that is yet to
         come cannot have that offset."""
         here = on_own_clock(time_ns, offset_ns, self.offset_ns)
-        return None if here is None or here > self.now_ns + AHEAD_NS else here
+        return None if here is None or here > self.clock() * 1e9 + AHEAD_NS else here
 
 
 def read_table(
