@@ -3,6 +3,8 @@ comes too early; and it returns although one of them never answers."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +136,22 @@ def test_without_a_coordinator_nobody_waits() -> None:
         Toy(place, "alone", "kind", wait=FOR_EVER).close()
 
 
+def test_a_wait_ends_with_the_coordinator() -> None:
+    """It answers nobody when the engine joins, and dies then."""
+    with fresh_node() as place:
+        coordinator = place.coordinator()
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        waiting = threading.Thread(target=lambda: Toy(place, "b", "kind", wait=FOR_EVER).close())
+        waiting.start()
+        waiting.join(A_MOMENT)
+        assert waiting.is_alive(), "it does not wait for a coordinator that is there"
+        coordinator.kill()
+        waiting.join(PATIENCE_SECONDS)
+        assert not waiting.is_alive()
+
+
 def test_a_wait_that_is_no_number_is_refused(toys: Toys) -> None:
     with pytest.raises(MisuseError, match="wait is 'soon'; give seconds"):
         toys.begin("b", wait="soon")
+    with pytest.raises(MisuseError, match="wait is 1000"):
+        toys.begin("b", wait=10**400)

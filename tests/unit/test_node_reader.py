@@ -244,6 +244,16 @@ def test_whether_the_coordinator_goes_round_is_seen_in_the_tables_of_its_roster(
     assert space(reader).coordinator_answers, "asked, because it has not gone round lately"
 
 
+def test_a_coordinator_that_has_never_shown_itself_is_asked_even_right_after_the_clock_began(
+    served: ServedNode, reader: NodeReader, clock: Clock
+) -> None:
+    """As in a time namespace that has just begun, or after the boot."""
+    served.serve("stranger", 2)
+    clock.ahead = 2.0 - time.monotonic()
+    found = space(reader)
+    assert [(e.label, e.joined) for e in found.engines] == [("stranger", False)]
+
+
 HOURS = 40_000 * 10**9
 
 
