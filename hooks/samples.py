@@ -42,9 +42,15 @@ class Samples:
     whatever torch raises for a tensor that cannot be sampled.
     """
 
-    def __init__(self, places: Iterable[Place], random: Callable[[], float]) -> None:
-        """``random`` returns numbers from 0 to 1."""
+    def __init__(
+        self,
+        places: Iterable[Place],
+        random: Callable[[], float],
+        code: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``random`` returns numbers from 0 to 1; ``code`` what is compared besides the tensors."""
         self._places = list(places)
+        self._code, self._code_was = code, code()
         found = {id(p.value): p for p in reversed(self._places) if _has_elements(p.value)}
         tensors = sorted(((p.name, p.value) for p in found.values()), key=_kind)
         self._digests: dict[object, bytes] = {}
@@ -69,6 +75,8 @@ class Samples:
             for name, holder, key, value in self._places:
                 if holder is not None and holder.get(key) is not value:
                     return name
+            if self._code() != self._code_was:
+                return "the model's modules"
         if not self.parts:
             return ""
         found = self.parts[self._next].look(self._row, self._digests)

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as torch_modules
 
 from kvshm.errors import KvshmError
 
@@ -72,6 +73,20 @@ def model_places(model: torch.nn.Module) -> Iterator[Place]:
         for holder in (module._parameters, module._buffers):
             for key, value in holder.items():
                 yield Place(f"{name}.{key}" if name else key, holder, key, value)
+
+
+def model_code(model: torch.nn.Module) -> list[tuple[object, ...]]:
+    """Return what of a model's modules decides, besides their tensors, what they compute: forward
+    hooks, and a ``forward`` of a module's own; first of all torch's global hooks.  Numbers and
+    tensors that are neither parameters nor buffers are not among them."""
+    of_all = len(torch_modules._global_forward_hooks), len(torch_modules._global_forward_pre_hooks)
+    return [
+        of_all,
+        *(
+            (name, len(m._forward_hooks), len(m._forward_pre_hooks), m.__dict__.get("forward"))
+            for name, m in model.named_modules()
+        ),
+    ]
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:

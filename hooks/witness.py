@@ -41,12 +41,12 @@ class WeightWitness:
         """Set whenever the thread has to look at the fields above."""
         self._thread: threading.Thread | None = None
 
-    def prepare(self, places: Iterable[Place]) -> None:
-        """Take samples of all tensors, which must not be unmapped before ``stop``.  Call it before
-        the weights are digested.  Raises what torch raises."""
+    def prepare(self, places: Iterable[Place], code: Callable[[], object] = lambda: None) -> None:
+        """Take samples of all tensors, which must not be unmapped before ``stop``, and of what
+        ``code`` returns.  Call it before the weights are digested.  Raises what torch raises."""
         with self._lock:
             self._watching, self._samples = False, None
-            self._samples = Samples(places, random.random)
+            self._samples = Samples(places, random.random, code)
 
     def watch(self, digests: dict[object, bytes]) -> None:
         """Begin to look.  ``digests``: what ``digest_tensors`` said of each tensor since

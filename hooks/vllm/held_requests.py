@@ -44,7 +44,7 @@ class HeldRequests:
         """When they were held back, or when their load was last found to go on."""
         self._forgotten: dict[str, int] = {}
         """Of those whose load every rank has forgotten: how many steps were built by then."""
-        self._look_at = 0.0
+        self._looked_at = clock()
         self._log_limit = RateLimit(clock)
         self._built = 0
 
@@ -69,9 +69,12 @@ class HeldRequests:
         has vLLM compute them.  ``end_loads`` has every rank end loads and forget them, and returns
         those that no rank carries out any more; it may wait for the ranks."""
         self._built += 1
-        if self._clock() < self._look_at:
+        now = self._clock()
+        if (since := now - self._looked_at) < LOOK_SECONDS:
             return []
-        self._look_at = self._clock() + LOOK_SECONDS
+        self._looked_at = now
+        if since > 2 * LOOK_SECONDS:  # the engine was paused or stopped: no report could come
+            self._since = {name: min(at + since, now) for name, at in self._since.items()}
         self.reported([name for name in self._since if not vllm.holds_back(name)])
         arrived = self._built - vllm.steps_under_way - 1
         lost = [name for name, built in self._forgotten.items() if built <= arrived]

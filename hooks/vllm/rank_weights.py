@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..weights import WeightsUnknown
+from ..weights import WeightsUnknown, model_code
 from ..witness import WeightWitness
 from .identity import find_model
 from .weights import watch_weights, weight_places
@@ -26,15 +26,42 @@ class RankWeights:
         self.written = ""
         """A parameter that was found written and is not reported yet; empty if there is none."""
         self._tell = written
+        self._owners: list[Any] = []
+        self._changing: Callable[[], None] = lambda: None
+        self._code: object = None
+        """What the model's modules computed at the start, besides their tensors."""
         self._witness = WeightWitness(seconds, self._found)
 
     def find(self, owners: Iterable[Any], changing: Callable[[], None]) -> None:
         """Find the model among vLLM's objects, and have ``changing`` called before any of their
         methods writes weights."""
-        owners = list(owners)
-        self.model = find_model(owners)
+        self._owners, self._changing = list(owners), changing
+        self.model = find_model(self._owners)
         if self.model is not None:
-            watch_weights([self.model, *owners], changing)
+            watch_weights([self.model, *self._owners], changing)
+            self._code = model_code(self.model)
+
+    def find_again(self) -> str:
+        """Find the model that vLLM has now: a call of the ranks may have exchanged it, or what its
+        modules compute.  Returns why its blocks cannot be compared with those of other engines;
+        empty if they can."""
+        model = find_model(self._owners)
+        if model is not self.model and model is not None:
+            watch_weights([model], self._changing)
+        self.model = model
+        if model is None:
+            return "the model was not found, its weights are unknown"
+        if model_code(model) != self._code:
+            return (
+                "forward hooks were added to the model, or its modules got another forward: "
+                "what they compute cannot be compared"
+            )
+        return ""
+
+    def _served(self) -> tuple[object, ...]:
+        """What is compared besides tensors: the model, its modules and their code."""
+        model = find_model(self._owners)
+        return () if model is None else (model, list(model.modules()), model_code(model))
 
     def described_by(self, describe: Callable[[dict[object, bytes]], Any]) -> tuple[Any, float]:
         """Return what ``describe`` returns, which digests the weights with what it is given, and
@@ -45,7 +72,7 @@ class RankWeights:
         assert self.model is not None
         self.described, self.written = True, ""
         try:
-            self._witness.prepare(weight_places(self.model))
+            self._witness.prepare(weight_places(self.model), self._served)
         except (RuntimeError, TypeError, KeyError) as exc:  # whatever torch says of a tensor
             raise WeightsUnknown(f"the weights cannot be sampled: {exc}") from exc
         try:

@@ -154,8 +154,9 @@ class WorkerSide:
         blocks for as long as one read of them takes."""
         if self._transport is None:
             return RankDescription(None, {}, self._refusal)
-        if (model := self._weights.model) is None:
-            return RankDescription(None, {}, "the model was not found, its weights are unknown")
+        refusal = self._weights.find_again()
+        if refusal or (model := self._weights.model) is None:
+            return RankDescription(None, {}, refusal)
         # The description covers all changes of the weights before it.
         if self._report is not None:
             self._report.weights_changed = False
@@ -294,8 +295,9 @@ class WorkerSide:
     def end_loads(self, load_ids: Iterable[LoadId]) -> set[LoadId]:
         """End these loads, wait for that up to GIVE_UP_SECONDS, and never report them; returns
         those that this rank does not carry out any more.  It may have reported them, or never have
-        heard of them."""
-        wanted = set(load_ids)
+        heard of them.  Loads that have ended by themselves are reported with the next step."""
+        self.collect()
+        wanted = set(load_ids) - self._finished
         for load_id in wanted & self._under_way.keys():
             if self._cache is not None:
                 self._cache.cancel(load_id)

@@ -131,7 +131,8 @@ def test_a_report_that_was_on_its_way_when_ranks_were_asked_counts(
     one.cache.end_now()
     output = one.output_of(late)  # the rank's report is made, and not taken in yet
     assert output.finished_recving == {"a"}
-    now[0] += LOST_SECONDS
+    held._since["a"] -= LOST_SECONDS
+    now[0] += LOOK_SECONDS
     asked = e.schedule()
     assert held._forgotten
     now[0] += LOOK_SECONDS

@@ -3,7 +3,7 @@ step.  Its memory and its peers are played, everything else is real."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -37,6 +37,16 @@ __all__ = ["cache", "clock", "exporter", "namespace", "own", "served", "transpor
 SECONDS = 0.01
 
 
+class Runner:
+    """What of vLLM's model runner is asked."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(layer())
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+
 @pytest.fixture
 def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConnector]:
     """A worker's connector with a model; its witness looks every ten milliseconds."""
@@ -51,7 +61,7 @@ def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConn
     side._transport = cache.transport
     side._vllm_config = side._kv_cache_config = None
     side._weights = RankWeights(SECONDS, side._weights_written)
-    side._weights.model = layer()
+    side._weights.find([Runner()], side._weights_load)
     monkeypatch.setattr(cache.transport, "export", lambda _: None, raising=False)
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = True, None, side, None
@@ -77,7 +87,7 @@ def write(connector: KvshmConnector) -> None:
     """Write the weights so that nobody hears of it."""
     model = side_of(connector)._weights.model
     assert model is not None
-    model.weight.data.add_(1)
+    model[0].weight.data.add_(1)  # type: ignore[index,operator,union-attr]  # a Sequential
 
 
 def said(connector: KvshmConnector, metadata: StepMetadata) -> RankReport:
@@ -94,17 +104,17 @@ def test_a_write_is_withdrawn_at_once_though_no_step_comes(
     until(lambda: own.life(0) == 0)
     until(lambda: own.counters.read(WEIGHTS_WRITTEN) == 1)
     until(lambda: own.errors())
-    assert own.errors()[0].text == "rank 0: weights written: weight"
+    assert own.errors()[0].text == "rank 0: weights written: 0.weight"
     (line,) = [line for line in lines if "written" in line]
     assert "rank 0" in line
-    assert "found in weight" in line
+    assert "found in 0.weight" in line
 
 
 def test_the_next_step_tells_of_it_once(sharing: KvshmConnector, own: AnyTable) -> None:
     write(sharing)
     until(lambda: own.life(0) == 0)
     report = said(sharing, QuietStep(3))
-    assert (report.written, report.weights_changed) == ({0: "weight"}, True)
+    assert (report.written, report.weights_changed) == ({0: "0.weight"}, True)
     assert side_of(sharing)._cache.table is None  # type: ignore[union-attr]
     assert said(sharing, QuietStep(4)).quiet
 
@@ -113,7 +123,7 @@ def test_a_description_after_it_begins_anew(sharing: KvshmConnector, own: AnyTab
     write(sharing)
     until(lambda: own.life(0) == 0)
     report = said(sharing, StepMetadata(3, describe=2))
-    assert (report.written, report.weights_changed) == ({0: "weight"}, False)
+    assert (report.written, report.weights_changed) == ({0: "0.weight"}, False)
     said(sharing, StepMetadata(4, open_epoch=own.epoch))
     assert own.life(0) == own.epoch
     write(sharing)
@@ -128,7 +138,7 @@ def test_no_epoch_is_opened_for_weights_that_were_written_since_the_digest(
     step(rank, StepMetadata(1, describe=1))
     write(rank)
     report = said(rank, StepMetadata(2, open_epoch=own.epoch))
-    assert (report.written, report.weights_changed) == ({0: "weight"}, True)
+    assert (report.written, report.weights_changed) == ({0: "0.weight"}, True)
     assert own.life(0) == 0
 
 
@@ -141,12 +151,12 @@ def test_a_write_found_while_an_epoch_is_opened_ends_it(
     open_epoch = side._cache.open_epoch
 
     def found_meanwhile(epoch: int) -> None:
-        side._weights._found("weight")
+        side._weights._found("0.weight")
         open_epoch(epoch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(side._cache, "open_epoch", found_meanwhile)
     step(rank, StepMetadata(1, describe=1))
-    assert said(rank, StepMetadata(2, open_epoch=own.epoch)).written == {0: "weight"}
+    assert said(rank, StepMetadata(2, open_epoch=own.epoch)).written == {0: "0.weight"}
     assert own.life(0) == 0
 
 
@@ -221,3 +231,59 @@ def test_weights_that_cannot_be_sampled_are_not_shared(rank: KvshmConnector, kin
     side._weights.model.register_buffer("odd", odd)
     assert "the weights cannot be sampled" in side.describe().refusal
     assert side._weights._witness._samples is None
+
+
+def runner_of(connector: KvshmConnector) -> Runner:
+    (runner,) = side_of(connector)._weights._owners
+    assert isinstance(runner, Runner)
+    return runner
+
+
+def another() -> torch.nn.Module:
+    made = layer()
+    made.weight.data.add_(1)  # type: ignore[operator,union-attr]
+    return made
+
+
+def exchange_model(runner: Runner) -> None:
+    runner.model = torch.nn.Sequential(another())
+
+
+def exchange_module(runner: Runner) -> None:
+    runner.model[0] = another()
+
+
+def steer(runner: Runner) -> None:
+    runner.model[0].register_forward_hook(lambda module, given, out: out + 1)
+
+
+def replace_forward(runner: Runner) -> None:
+    runner.model[0].forward = lambda x: x
+
+
+CHANGES = [exchange_model, exchange_module, steer, replace_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_computes_with_the_weights_is_watched_too(
+    sharing: KvshmConnector, own: AnyTable, change: Callable[[Runner], None]
+) -> None:
+    change(runner_of(sharing))
+    until(lambda: own.life(0) == 0)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_rank_describes_the_model_that_vllm_has_now(
+    rank: KvshmConnector, change: Callable[[Runner], None]
+) -> None:
+    """A call of the ranks has exchanged it, and was announced.  What hooks compute cannot be
+    compared with another engine."""
+    side, runner = side_of(rank), runner_of(rank)
+    before = side.describe()
+    change(runner)
+    described = side.describe()
+    if change in (steer, replace_forward):
+        assert "cannot be compared" in described.refusal
+    else:
+        assert described.fields["weights"] != before.fields["weights"]
+        assert described.fields["weights"] == weights_digest(runner.model)

@@ -165,7 +165,8 @@ def test_a_description_covers_the_changes_before_it(
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
     monkeypatch.setattr(worker, "rank_fields", lambda *_: {"weights": "w"})
-    side._transport, side._weights.model = side._cache.transport, Module()
+    side._transport, model = side._cache.transport, Module()
+    side._weights.find([SimpleNamespace(get_model=lambda: model)], side._weights_load)
     side._kernel_blocks, side._vllm_config, side._kv_cache_config = "1", None, None
     side._weights_load()
     _, _, report = step(connector, StepMetadata(1, describe=3))
