@@ -1,4 +1,4 @@
-"""Every command of ``kvshm`` prints what engines and files are called so that no terminal obeys it."""
+"""What engines and files are called, every command prints so that no terminal obeys it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
     return LoadOrder("request", importer.table.epoch, ticket, 0, (piece,), ())
 
 
-def finished(side: WorkerSide) -> set[str]:
+def finished(side: WorkerSide) -> set[str | int]:
     side.collect()
     return side.take_finished()[0]
 

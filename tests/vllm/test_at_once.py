@@ -190,7 +190,7 @@ class Node:
                 place[: group.block_size] = arrived
         return tuple(bad)
 
-    def end_some(self, report: RankReport) -> set[str]:
+    def end_some(self, report: RankReport) -> set[LoadId]:
         finished = set()
         for load, request in list(self.later):
             if self.rnd.random() < 0.5:
