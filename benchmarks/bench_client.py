@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
-from measurement import percentiles, report
+from measurement import end_what_is_started, percentiles, report
 
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
@@ -361,6 +361,7 @@ def main() -> None:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
         os.environ.update(KVSHM_RUN_DIR=run_dir, KVSHM_NAMESPACE=f"bench-{os.getpid()}")
         command = [sys.executable, "-P", "-m", "kvshm.coordinator"]
+        end_what_is_started()
         processes: list[subprocess.Popen[Any]] = [
             subprocess.Popen(["taskset", "-c", "1", *command], stderr=subprocess.DEVNULL)
         ]

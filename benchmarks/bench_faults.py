@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_engine import NAP_SECONDS, Engine, Handle
-from measurement import percentiles, report
+from measurement import end_what_is_started, percentiles, report
 
 from kvshm._ground.ids import BlockId
 from kvshm._shm.layout import RECORD_BYTES
@@ -301,6 +301,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--trials", type=int, help="of each row")
     options = parser.parse_args()
+    end_what_is_started()
     for row in options.rows or ROWS:
         measure, arguments, trials = ROWS[row]
         probe: dict[str, Any] = {}

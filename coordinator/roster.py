@@ -71,6 +71,7 @@ class State:
     """Messages dropped or refused, including those that are not remembered."""
     last_clock: float | None = None
     next_leftovers: float = 0.0
+    next_cleanup: float = 0.0
 
     def broadcast(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Action:
         """Return the next numbered broadcast of a topic."""

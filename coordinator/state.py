@@ -210,9 +210,11 @@ def _on_clock(state: State, now: float) -> list[Action]:
             del state.ended_by_worker[engine.info.epoch]
             actions.append(_log_end(state, "death", engine.info, "a worker's process died"))
     if now >= state.next_leftovers:
-        state.next_leftovers = now + state.timing.cleanup_seconds
-        state.forget_idle_topics()
+        state.next_leftovers = now + state.timing.leftovers_seconds
         actions.append(SweepFiles())
+    if now >= state.next_cleanup:
+        state.next_cleanup = now + state.timing.cleanup_seconds
+        state.forget_idle_topics()
     return actions
 
 

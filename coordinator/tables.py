@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._ground.time_namespace import clock_offset_ns
 from kvshm._node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_reply
 from kvshm._node.protocol import EngineInfo, Join
 from kvshm._shm.fds import peer_credentials, peer_has_closed, receive
@@ -141,7 +142,7 @@ class Tables:
     def look(self) -> Iterator[Input]:
         """Check all tables, about once a second: a worker's death closes no connection.  Shows in
         each table that the coordinator goes round."""
-        now = self._clock()
+        now, offset = self._clock(), clock_offset_ns()
         for number, check in list(self._checks.items()):
             if now >= check.until:
                 del self._checks[number]
@@ -150,7 +151,7 @@ class Tables:
                 yield check.result(Refusal(reason, _AGAIN, retry=True))
         for epoch, member in list(self._members.items()):
             with suppress(KvshmError):  # its owner has overwritten it
-                member.table.coordinator_went_round()
+                member.table.coordinator_went_round(offset)
             yield from self._ends(epoch, member)
 
     @staticmethod

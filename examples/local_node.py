@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import reaper
 from completions import Result, stream
 
 START_TIMEOUT_S = 600.0
@@ -253,6 +254,7 @@ class Node:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """``environment`` (KVSHM_VERIFY and the like) applies to every engine of the node;
         what an engine's own spec says comes first."""
+        reaper.start()  # whatever ends this process ends what it has started
         # Unix socket paths hold 107 bytes: pytest's own temporary directories are too long.
         self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         self.namespace = uuid.uuid4().hex[:8]

@@ -111,6 +111,7 @@ class Engine:
             memory=self.memory,
             regions=[kvshm.Region(n * layer, block, block, blocks) for n in range(len(cache))],
             block_size=BLOCK_SIZE,
+            wait=10.0,  # seconds at most, until the engines that are there are known
         )
 
     def _identity(self) -> kvshm.Identity:

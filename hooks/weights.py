@@ -7,8 +7,9 @@ threads.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,9 +29,12 @@ class WeightsUnknown(KvshmError):
     """Some weights cannot be read, so two engines' weights cannot be compared."""
 
 
-def digest_tensors(named: Iterable[tuple[object, torch.Tensor]]) -> str:
+def digest_tensors(
+    named: Iterable[tuple[object, torch.Tensor]], each: dict[object, bytes] | None = None
+) -> str:
     """Return a digest (64 hex digits) of all tensors, and of what is told of each, which must
-    have the same ``repr`` in every process.
+    have the same ``repr`` in every process.  ``each`` gets a digest of every tensor by itself,
+    under its ``where``.
 
     Blocks while it reads all of them (above 1 GB/s on one core).  Changes nothing.  Any two
     processes with equal tensors on equal hardware get equal digests.  Raises WeightsUnknown.
@@ -39,11 +43,35 @@ def digest_tensors(named: Iterable[tuple[object, torch.Tensor]]) -> str:
     mixers: dict[torch.device, _Mixer] = {}
     for told, tensor in named:
         digest.update(repr(told).encode())
+        own = sha256()
         for piece in _pieces(tensor):
             if piece.device not in mixers:
                 mixers[piece.device] = _Mixer(piece.device)
-            digest.update(mixers[piece.device].mix(piece))
+            mixed = mixers[piece.device].mix(piece)
+            digest.update(mixed)
+            own.update(mixed)
+        if each is not None:
+            each[where(tensor)] = own.digest()
     return digest.hexdigest()
+
+
+class Place(NamedTuple):
+    """Where a model keeps a weight: a parameter, a buffer or what a kernel computes with."""
+
+    name: str
+    holder: Mapping[str, Any] | None
+    """The dict in which it stands; None if it is reached another way."""
+    key: str
+    value: object
+    """What stands there: mostly a tensor."""
+
+
+def model_places(model: torch.nn.Module) -> Iterator[Place]:
+    """Yield where the model keeps its parameters and buffers, shared ones once for each module."""
+    for name, module in sorted(model.named_modules()):
+        for holder in (module._parameters, module._buffers):
+            for key, value in holder.items():
+                yield Place(f"{name}.{key}" if name else key, holder, key, value)
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
@@ -55,13 +83,17 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor
         yield (name, plain.shape, plain.stride(), plain.dtype), plain
 
 
+def where(tensor: torch.Tensor) -> object:
+    """Which memory a tensor is of; as long as it lives no other tensor has the same."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensor's bytes as flat uint8 tensors: without a copy if the tensor is contiguous in
     some order of its dimensions; otherwise copied, some rows at a time."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise WeightsUnknown(f"a weight of layout {tensor.layout} on {tensor.device}")
-    outermost_first = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    ordered = tensor.permute(outermost_first)
+    ordered = outermost_first(tensor)
     size = ordered.numel() * ordered.element_size()
     if ordered.is_contiguous() or size <= _COPY_BYTES:
         yield ordered.contiguous().reshape(-1).view(torch.uint8)
@@ -69,6 +101,11 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = max(1, len(ordered) * _COPY_BYTES // size)
     for part in ordered.split(rows) if len(ordered) > 1 else ordered:
         yield from _pieces(part)
+
+
+def outermost_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its dimensions in the order of memory: contiguous, unless there are holes."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 class _Mixer:

@@ -134,10 +134,17 @@ class Config:
     )
     drain_budget_ms: float = _setting(
         1.0,
-        values.milliseconds,
+        values.milliseconds(1000),
         "a number of milliseconds from 0 to 1000",
         "Longest wait per step for importers of blocks about to be reused; "
         "unless set, 0 without asynchronous scheduling.",
+    )
+    join_wait_ms: float = _setting(
+        1000.0,
+        values.milliseconds(600_000),
+        "a number of milliseconds from 0 to 600000",
+        "Longest wait of kvshm.join(), and under vLLM of a request that comes while the engine "
+        "joins, until the engines that are there are known; nobody waits without a coordinator.",
     )
     max_import_blocks: int = _setting(
         16384,
@@ -155,6 +162,20 @@ class Config:
     staging: bool = _flag(
         "Copy through host memory between GPUs that cannot reach each other, "
         "instead of leaving them unshared."
+    )
+    weights_check_seconds: float = _setting(
+        5.0,
+        values.seconds,
+        "a number of seconds from 0.1 to 3600",
+        "How often an engine that shares looks at samples of all its weights: in that time it "
+        "notices that somebody has written them without a call that announces it.",
+    )
+    read_only_calls: str = _setting(
+        "",
+        values.method_names,
+        "names of methods, separated by commas",
+        "Methods of your worker extension that never write weights. vLLM's collective_rpc calls of "
+        "all others, and of callables, end what is shared, and all weights are digested anew.",
     )
     transport: str = _setting(
         Auto.AUTO,

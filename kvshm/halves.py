@@ -47,6 +47,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
+    WEIGHTS_WRITTEN,
     Counter,
 )
 
@@ -67,6 +68,7 @@ __all__ = [
     "PROMPT_TOKENS_COMPUTED",
     "PROMPT_TOKENS_LOCAL",
     "PROMPT_TOKENS_PEER",
+    "WEIGHTS_WRITTEN",
     "BlockId",
     "Costs",
     "Counter",

@@ -1,4 +1,4 @@
-"""What holds for every test: the order."""
+"""What holds for every test: the order, and that what it starts ends with the run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reaper
 
 from kvshm._ground.log import LINE_LIMIT
 
@@ -20,6 +21,12 @@ ROOT = Path(__file__).parent
 CHEAP = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu")
 ORDER = (*CHEAP, "transformers", "vllm")
 """Folders by what their tests cost; single files of tests/ come before the last one."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure() -> None:
+    """Let no process outlive the run, or the worker of pytest-xdist, that has started it."""
+    reaper.start()
 
 
 def _folder(item: pytest.Item) -> int:

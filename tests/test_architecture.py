@@ -57,6 +57,7 @@ COMPUTES_BY_DESIGN = {
     "kvshm/interfaces.py": {"importlib.metadata.entry_points", "entry_points"},  # of transports
     "tools/doctor/bundle.py": {"importlib.metadata"},  # versions of installed packages
     "hooks/vllm/identity.py": {"modules"},  # to read a model's source
+    "hooks/vllm/shutdown.py": {"modules"},  # who has imported what is replaced
     "hooks/transformers/parts.py": {"modules"},  # to find functions that were replaced
 }
 C_LIBRARY = {"stdatomic.h", "stdbool.h", "stddef.h", "stdint.h", "string.h"}

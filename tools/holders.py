@@ -102,7 +102,7 @@ def _about(bit: int, space: NamespaceReading, now_ns: int) -> Json:
 
 
 def _of_engine(bit: int, holder: EngineReading, now_ns: int) -> Json:
-    since = min(holder.loads_since, default=None)
+    since = min(holder.loads_since, default=None) if holder.clock_known else None
     return {
         "holder": holder.label,
         "bit": bit,

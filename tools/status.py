@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Say how each engine is, from shared memory alone. live: its process runs and has handed "
         "out its slot table; ready: it has joined, and others can read its blocks; progress: each "
-        "of its loops has gone round lately, unless nothing waits for it."
+        "of its loops has gone round lately, unless nothing waits for it (-: it cannot be told)."
     )
     parser.epilog = (
         "exit status: 0 everything is healthy; 1 something is degraded (engines serve, but do not "
@@ -224,6 +224,8 @@ def _answers(probe: str, reading: NodeReading, limits: Limits) -> Iterator[tuple
             continue
         for engine in space.engines:
             health = judge(engine, space, reading.at_ns, limits)
+            if health.progress is None and probe in ("progress", "serving"):
+                print(f"{clean(engine.log_name)}: {health.reasons[-1]}", file=sys.stderr)
             yield _passes(probe, health), f"{engine.log_name}: {'; '.join(health.reasons)}"
         for epoch in space.ended:
             yield False, f"{space.name_of(epoch)} has ended"
@@ -238,7 +240,7 @@ def _passes(probe: str, health: Health) -> bool:
     return {
         "live": health.live,
         "ready": health.ready,
-        "progress": health.progress,
+        "progress": health.progress is not False,
         "serving": health.state is not State.DOWN,
     }[probe]
 

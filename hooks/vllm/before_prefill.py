@@ -85,8 +85,7 @@ class RequestImporter:
         """Those whose load the step being built hands over to the ranks."""
         self._twins = Twins(clock)
         self._failed: set[str] = set()
-        self._had_no_room: dict[str, int] = {}
-        """Free blocks when a request's import did not fit."""
+        self._had_no_room: dict[str, int] = {}  # free blocks when a request's import did not fit
         self._ended: set[str] = set()
         """Requests that ended while their load was under way."""
         self.unscheduled: set[str] = set()

@@ -40,6 +40,7 @@ from kvshm.errors import ConfigError, KvshmError
 
 from ..boundary import guarded, report, timed
 from .declining import decline_engine
+from .imports import ids_of
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
@@ -47,19 +48,14 @@ from .refusals import cache_refusal, config_refusal, version_refusal, version_wa
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
-from .shutdown import wait_for_engine_cores
+from .shutdown import prepare_shutdown
 from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
 log = logger(__name__)
 
 # vLLM imports this module early: a bad setting stops the start here, before a model is loaded.
-wait_for_engine_cores(checked_settings())
-
-
-def _ids(blocks: Any) -> list[list[BlockId]]:
-    """The block tables of vLLM's KVCacheBlocks, by group."""
-    return [[block.block_id for block in table] for table in blocks.blocks]
+prepare_shutdown(checked_settings())
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -71,8 +67,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
     _quiet = False
-    """Worker: whether the step under way asks and reports nothing.  Most steps are
-    quiet, and their hooks only read this flag."""
+    """Worker: whether the step under way asks and reports nothing, as most steps do."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -82,7 +77,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = role is KVConnectorRole.SCHEDULER
         level = logging.WARNING if scheduler else logging.DEBUG
         config = settings_of_connector(self._kv_transfer_config)
-        wait_for_engine_cores(config)
+        prepare_shutdown(config)
         start_log(config.log_level, config.log_format, config.log_file)
         # Only the scheduler reads the policy.
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
@@ -186,8 +181,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load_at_once(metadata)
 
     def has_connector_metadata(self) -> bool:
-        """False, so that vLLM does not call the two methods below for every layer of every step;
-        vLLM asks this for no other purpose."""
+        """False, so that vLLM does not call the two methods below for every layer: its only use."""
         return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -243,7 +237,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             return
         given = dict(enumerate(metadata[key] for key in sorted(metadata)))
         own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
-        self._scheduler.started(given if own else None, Ranks.of_caller())
+        self._scheduler.started(given if own else None, Ranks.of_caller(), self.call_may_write)
+
+    @guarded(_nothing)
+    def call_may_write(self, call: str) -> None:
+        """Somebody calls the ranks, and the call may write weights (rank_calls.py)."""
+        if self._scheduler:
+            self._scheduler.call_may_write(call)
 
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -306,13 +306,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @timed("allocated")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
-            tables = _ids(blocks) if num_external_tokens else []
+            tables = ids_of(blocks) if num_external_tokens else []
             self._scheduler.importer.allocated(request, tables, num_external_tokens)
 
     def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request waits for a load: register one that will be reported as lost."""
         if self._scheduler and num_external_tokens > 0:
-            self._scheduler.importer.allocation_failed(request, _ids(blocks), num_external_tokens)
+            self._scheduler.importer.allocation_failed(request, ids_of(blocks), num_external_tokens)
 
     # After any error here, the loads must still be handed over.
     @guarded(lambda self, output: self._scheduler.build_after_failure(output))
@@ -365,7 +365,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         register()  # a MultiConnector looks up by name which connector's stats these are
-        wait_for_engine_cores(settings_of(vllm_config.kv_transfer_config))
+        prepare_shutdown(settings_of(vllm_config.kv_transfer_config))
         return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod

@@ -49,14 +49,17 @@ def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:
 
 
 def rank_fields(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model: torch.nn.Module
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    model: torch.nn.Module,
+    each: dict[object, bytes] | None = None,
 ) -> dict[str, str]:
-    """Return this rank's fields of the fingerprint.
+    """Return this rank's fields of the fingerprint.  ``each`` gets a digest of every weight.
 
     Worker only; blocks while it reads all weights once.  Raises WeightsUnknown.
     """
     return {
-        names.WEIGHTS: weights_digest(model),
+        names.WEIGHTS: weights_digest(model, each),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),

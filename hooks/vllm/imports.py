@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvshm._ground.ids import BlockId
 from kvshm.halves import LoadOrder, LoadReport, Part
@@ -20,6 +20,11 @@ class Way(Enum):
 
     ASYNCHRONOUS = "vLLM holds the request back until every rank has reported the load"
     AT_ONCE = "the step that computes the request waits"
+
+
+def ids_of(blocks: Any) -> list[list[BlockId]]:
+    """The block tables of vLLM's KVCacheBlocks, by group."""
+    return [[block.block_id for block in table] for table in blocks.blocks]
 
 
 class LoadedBlocks(NamedTuple):

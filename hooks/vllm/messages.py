@@ -28,6 +28,8 @@ class RankDescription(KVConnectorHandshakeMetadata):
     fields: dict[str, str]
     refusal: str = ""
     """Why this rank cannot share; empty if it can."""
+    seconds: float = 0.0
+    """How long its weights have taken to digest."""
 
 
 @dataclass
@@ -79,6 +81,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """Number of the reset that the descriptions answer; those for an earlier reset are outdated."""
     weights_changed: bool = False
     """The weights were loaded again since the last report."""
+    written: dict[int, str] = field(default_factory=dict)
+    """By rank, a parameter that was found written although nobody had announced it."""
     attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
     """Attached peers by rank, for ranks where they have changed."""
     not_opened: int = 0
@@ -99,6 +103,7 @@ class RankReport(KVConnectorWorkerMetadata):
             describes=max(self.describes, other.describes),
             attached={**self.attached, **other.attached},
             weights_changed=self.weights_changed or other.weights_changed,
+            written={**self.written, **other.written},
             not_opened=self.not_opened or other.not_opened,
             failed=self.failed or other.failed,
         )
@@ -109,7 +114,7 @@ class QuietReport(RankReport):
 
     quiet = True
     loads = _NONE
-    descriptions = attached = _NOBODY
+    descriptions = attached = written = _NOBODY
 
     def __init__(self, step: int) -> None:
         self.step = step

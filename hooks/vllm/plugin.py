@@ -151,9 +151,9 @@ def _configure(vllm_config: VllmConfig) -> None:
 def _prepare_shutdown(config: Config) -> None:
     """Have this process clean up where this engine's files lie, which the connector tells only the
     engine's own processes."""
-    from .shutdown import wait_for_engine_cores
+    from .shutdown import prepare_shutdown
 
-    wait_for_engine_cores(config)
+    prepare_shutdown(config)
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:

@@ -37,7 +37,8 @@ class PoolListener(Protocol):
         """The pool is about to drop every hash if all blocks are free."""
 
     def pool_reset(self) -> None:
-        """The pool has dropped every hash: new contents may come from other weights."""
+        """The pool was asked to drop every hash, and has, unless blocks were in use: new contents
+        may come from other weights."""
 
 
 class PoolChanged(KvshmError):
@@ -81,16 +82,18 @@ def watch_pool(
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:
-    """Tell the listener when the pool drops all hashes.  Raises PoolChanged if that is impossible:
+    """Tell the listener when the pool is asked to drop all hashes: a trainer that has written
+    weights asks for it, whether or not requests run.  Raises PoolChanged if that is impossible:
     then nothing was wrapped, and the engine may neither export nor import."""
     _require(pool, FOR_SHARING)
     reset = pool.reset_prefix_cache
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
         listener.pool_will_reset()
-        if done := reset(*args, **kwargs):
+        try:
+            return reset(*args, **kwargs)
+        finally:
             listener.pool_reset()
-        return done
 
     pool.reset_prefix_cache = reset_prefix_cache
 

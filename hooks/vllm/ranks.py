@@ -6,13 +6,17 @@ engine: a MultiConnector gives the first answer that it gets to all its connecto
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeAlias
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from .call_stack import callers_with
 from .messages import RankDescription
+from .rank_calls import watch_calls
+
+Given: TypeAlias = dict[int, RankDescription] | None
+"""What vLLM hands over of the ranks' descriptions, by rank; None if it is not kvshm's."""
 
 
 class Ranks:
@@ -27,6 +31,15 @@ class Ranks:
         """Return the ranks of the calling EngineCore, or None."""
         cores = callers_with("model_executor")
         return cls(cores[0].model_executor) if cores else None
+
+    def watch_calls(self, may_write: Callable[[str], None], harmless: Collection[str]) -> None:
+        """Have ``may_write`` called before each call of the ranks that may write weights; those in
+        ``harmless`` do not."""
+        watch_calls(self._executor, may_write, ask_rank, harmless)
+
+    def weights_change(self) -> None:
+        """Have every rank end its epoch before any later call reaches it.  Does not wait."""
+        self._executor.collective_rpc(ask_rank, args=("weights_change",), non_block=True)
 
     def describe(self) -> dict[int, RankDescription]:
         """Return the ranks' descriptions, by rank; blocks while the ranks digest their weights."""

@@ -16,6 +16,7 @@ from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, Schedul
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .awaited_loads import end_awaited
+from .descriptions import RankDescriptions
 from .groups import groups_of
 from .held_requests import compute_lost, end_all_loads
 from .identity import scheduler_fields, with_none_hash
@@ -24,13 +25,14 @@ from .metrics import LoadStats
 from .pool_room import PoolRoom
 from .pool_watch import PoolListener, watch_pool
 from .prompt_tokens import PromptTokens
-from .ranks import Ranks
+from .ranks import Given, Ranks
 from .request_share import OptionChecks
-from .shutdown import on_shutdown_signal
+from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
 from .stuck import free_stuck
 from .tracing import importer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
+from .weight_changes import WeightChanges
 
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""
@@ -54,8 +56,8 @@ class SchedulerSide:
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
         self.cache = SchedulerHalf(config, spec, run_dir)
-        on_shutdown_signal(self.cache.leave)
-        self._num_ranks = ranks = int(vllm_config.parallel_config.world_size)
+        on_shutdown_signal(lambda: self.cache.leave(LEAVE_SECONDS))
+        ranks = int(vllm_config.parallel_config.world_size)
         self.importer = importer_for(vllm_config, self.cache, config, self._block_size, ranks)
         self.prompts = PromptTokens(self.cache, self.importer, self._block_size)
         self._option_checks = OptionChecks(self.cache)
@@ -70,12 +72,8 @@ class SchedulerSide:
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
         self._announced: int | None = None  # the last epoch that the ranks were told to open
-        self._resets = 0  # number of the last reset; 0: there was none
-        self._describe = False  # whether the next step with a forward pass asks for descriptions
-        self._descriptions: dict[int, RankDescription] = {}
-        self._awaited: int | None = 0
-        """The step whose output completes the ranks' descriptions (0: the start completes them);
-        None while no description has been asked for."""
+        self.descriptions = RankDescriptions(ranks, time.monotonic)
+        self._changes = WeightChanges(self.cache)
 
     # -- start and epochs
 
@@ -132,20 +130,25 @@ class SchedulerSide:
         if not role.no_imports and early and self._vllm is not None and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
-    def reset(self) -> None:
-        """End the epoch: withdraw everything now, and have the ranks describe themselves again."""
+    def reset(self, soon: bool = True) -> None:
+        """End the epoch: withdraw everything now, and have the ranks describe themselves again.
+        Not ``soon``: perhaps for nothing, so later if that has taken much of the time."""
         self.withdraw()
-        self._resets += 1
-        self._describe = not self._off
-        if self.tracker is not None:
-            self.tracker.expecting = True
+        self.descriptions.want(not self._off, soon)
+
+    def call_may_write(self, call: str) -> None:
+        """Somebody is about to call the ranks, and the call may write weights."""
+        self._changes.called(call)
+        self.reset(soon=False)
+        if self._ranks is not None:
+            self._ranks.weights_change()
 
     def turn_off(self, error: str) -> None:
         """A hook failed, so nothing guards the published blocks any more: withdraw them, and share
         nothing until the engine is started again."""
         self.cache.count(HOOK_ERRORS)
         self.cache.log_error(error)
-        self._off, self._describe, self.tracker = True, False, None
+        self._off, self.descriptions.wanted, self.tracker = True, False, None
         self.withdraw()
         self.cache.record_declined(f"kvshm is off until the engine is restarted: {error}")
 
@@ -154,40 +157,30 @@ class SchedulerSide:
         self.cache.end_epoch()
         if self.tracker is not None:
             self.tracker.stop_expecting()
-        self._descriptions.clear()
-        self._awaited = None
+        self.descriptions.forget()
 
-    def started(self, given: dict[int, RankDescription] | None, ranks: Ranks | None) -> None:
-        """The ranks have started.  ``given``: their descriptions; None: ask the ranks."""
+    def started(self, given: Given, ranks: Ranks | None, may_write: Callable[[str], None]) -> None:
+        """The ranks have started.  ``given``: their descriptions; None: ask the ranks.
+        ``may_write`` is called before later calls of the ranks that may write weights."""
         self._ranks = ranks
-        if given is None:
-            given = ranks.describe() if ranks is not None else {}
-        self.ranks_described(given)
+        if ranks is not None:
+            ranks.watch_calls(may_write, self._config.read_only_calls.split(","))
+        asked = ranks.describe() if given is None and ranks is not None else given
+        self.ranks_described(asked or {})
         self._check_descriptions(0)
 
     def _check_descriptions(self, step: int) -> None:
-        """``step`` has ended.  If descriptions were due by then, one is missing, and no epoch can
+        """``step`` has ended.  If a description that was due by then is missing, no epoch can
         begin: log that, stop waiting for descriptions and keep no marks of blocks."""
-        if self._awaited is None or step < self._awaited:
-            return
-        silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
-        numbers = ", ".join(map(str, silent))
-        self.cache.decline(
-            f"of {self._num_ranks} ranks, these did not describe their KV cache: {numbers}"
-        )
-        self.withdraw()
+        if reason := self.descriptions.why_missing(step):
+            self.cache.decline(reason)
+            self.withdraw()
 
     def ranks_described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
         """Ranks have described themselves; with the last description the next epoch can begin.
-        ``answers``: number of the reset after which they were asked.  Descriptions of an earlier
-        reset are ignored: the weights may have changed since."""
-        if self._off or answers != self._resets:
+        ``answers``: number of the reset after which they were asked."""
+        if self._off or (ordered := self.descriptions.take(ranks, answers)) is None:
             return
-        self._descriptions.update(ranks)
-        if len(self._descriptions) < self._num_ranks:
-            return
-        self._awaited = None
-        ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
         if refusal := next((d.refusal for d in ordered if d.refusal), ""):
             self.cache.decline(refusal)
             self.withdraw()
@@ -213,11 +206,13 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
-        whether vLLM must hold the request back until they have arrived.  Nothing is imported while
-        steps from before a reset may still write to free blocks."""
+        whether vLLM must hold the request back for them.  Nothing while steps from before a reset
+        may still write to free blocks; at the start, ask again until the peers are known."""
         if not self.may_import():
             self.importer.pass_over(request.request_id)
             return 0, False
+        if self.cache.lookups_are_early and self.importer.may_share(request):
+            return None, False
         found = self.importer.match(request, num_local_tokens)
         return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
 
@@ -234,7 +229,7 @@ class SchedulerSide:
             compute_lost(self.importer, self.tracker, self._vllm, self._ranks)
         if not tokens and self.importer.unscheduled:
             free_stuck(self._vllm, self.importer, self.cache)
-        news = not tokens or self._describe or self.importer.has_news
+        news = not tokens or self.descriptions.wanted or self.importer.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
@@ -259,8 +254,11 @@ class SchedulerSide:
         epoch_state = self.cache.epoch_state  # read first: another may follow at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
         completes: CompletedRuns = []
+        # In a step that runs the model: an idle one may come between a reset and its new weights.
+        describe = self.descriptions.ask(self._step) if busy else 0
         if (tracker := self.tracker) is not None:
             tracker.update_expecting(epoch_state)
+            tracker.expecting |= describe > 0
             for load in (*loads, *at_once):
                 tracker.blocks_promised(load.targets)
             # Before publishing: this same schedule() may have hashed a block that the step writes.
@@ -271,7 +269,7 @@ class SchedulerSide:
         metadata = StepMetadata(
             step=self._step if busy else 0,
             open_epoch=self._newly_opened(),
-            describe=self._resets if self._describe and busy else 0,
+            describe=describe,
             loads=loads,
             at_once=at_once,
             patience=self.importer.at_once.step_built(),
@@ -279,9 +277,6 @@ class SchedulerSide:
             fence=0 if busy or tracker is None else tracker.fence,
             checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
-        # In a step that runs the model: an idle one may come between a reset and its new weights.
-        if metadata.describe:
-            self._awaited, self._describe = self._step, False
         waits = epoch_state is None and tracker is not None and tracker.expecting
         self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
         return metadata
@@ -301,8 +296,11 @@ class SchedulerSide:
 
     def _newly_opened(self) -> int:
         table, announced = self.cache.table, self._announced
-        self._announced = announced if table is None else table.epoch
-        return 0 if table is None or table.epoch == announced else table.epoch
+        if table is None or table.epoch == announced:
+            return 0
+        self._announced = table.epoch
+        self._changes.epoch_began()
+        return table.epoch
 
     def before_output(self, output: Any, result: Any) -> None:
         """vLLM is about to handle a step's output: finish the imports that the step waited for,
@@ -341,7 +339,7 @@ class SchedulerSide:
         if report is not None:
             self._handle_report(report)
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
-            self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
+            self.descriptions.unanswered()  # no worker runs kvshm's connector
             self._check_descriptions(0)
         for done in self.importer.finish(finished) if finished else ():
             self.prompts.load_ended(done)
@@ -356,12 +354,14 @@ class SchedulerSide:
         """Handle what the ranks report of times, epochs, weights and attached peers."""
         if report.step:
             self._times.ended(report.step)
+        if report.written:
+            self._changes.found(report.written)
         if report.attached:
             self.cache.planner.attached(self.importer.peers.record_attached(report.attached))
         if report.failed:
             self.turn_off("a hook of a rank failed: its traceback is in the log")
         elif report.weights_changed:
-            self.reset()
+            self.reset(soon=not report.written)
         elif report.not_opened and self.cache.not_opened(report.not_opened) and self.tracker:
             self.tracker.stop_expecting()
         if report.descriptions:
@@ -373,7 +373,7 @@ class SchedulerSide:
         """A step has ended, and its ranks report nothing else."""
         if self._times.measured:
             self._times.ended(step)
-        if self._awaited is not None:
+        if self.descriptions.awaited:
             self._check_descriptions(step)
         if self.tracker is not None:
             self.tracker.step_done(step)

@@ -1,19 +1,31 @@
-"""Shutdown: a stopped engine tells its peers at once, gets the time to do so, and cleans up.
+"""Shutdown: a stopped engine tells its peers at once, gets the time to do so, and cleans up; and it
+ends, whatever it is doing.
 
 Without this, peers would take a shutdown for a crash: vLLM ends its workers before it shuts its
 connectors down, a second SIGTERM ends an EngineCore in the middle of its shutdown, and with
 ``--shutdown-timeout 0``, the default, vLLM's server sends SIGKILL right after SIGTERM.
+
+And a busy server would not end at all in vLLM 0.32, with or without kvshm, if its EngineCore was
+killed before it had aborted its requests: after Ctrl-C it cannot, because its worker has ended in
+the middle of a step.  AsyncLLM then cancels the task that would tell the requests, which wait for
+ever, and the server waits for their connections
+(https://github.com/vllm-project/vllm/issues/48745 has the same race).
 """
 
 from __future__ import annotations
 
 import atexit
+import glob
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
+from typing import Any
 
 from kvshm._ground.forks import guard_forks
 from kvshm._ground.log import logger
@@ -26,26 +38,41 @@ from kvshm.halves import clear
 log = logger(__name__)
 
 LEAVE_SECONDS = 1.0
-"""Far more than an EngineCore needs to announce that it leaves; the coordinator or ``clean_up``
-removes what the EngineCore leaves behind."""
+"""Far more than an EngineCore needs to announce that it leaves, which takes milliseconds; the
+coordinator or ``clean_up`` removes what the EngineCore leaves behind."""
+TELL_SECONDS = 1.0
+"""Far more than the server needs to tell its requests that their engine has ended."""
 
-TOUCHPOINT = "get_engine_process_shutdown_timeout"
+TOUCHPOINT = "shutdown"
+"""Of vllm.v1.engine.utils.CoreEngineProcManager."""
+CANCEL_TOUCHPOINT = "cancel_task_threadsafe"
+"""Of vllm.utils.async_utils; AsyncLLM imports it by its name."""
+MEMBER = "kvshm-member"
+"""What the kernel calls a thread of an EngineCore for as long as the engine has not left the node;
+at most 15 bytes.  The server sees it in /proc, so that nothing has to be handed to a process that
+vLLM starts."""
+_POLL_SECONDS = 0.005
 _ENDING = {signal.SIGTERM, signal.SIGINT}
 _started = threading.Event()
+_cores: list[Any] = []
+"""EngineCores that vLLM has ended, and perhaps killed without waiting for their deaths."""
 _places: set[tuple[str, str]] = set()
 """Run directories (empty: the default one) and namespaces of this process's engines."""
 
 
-# -- in the process that starts the EngineCores
+# -- in the processes that serve requests
 
 
-def wait_for_engine_cores(config: Config) -> None:
-    """Make vLLM wait up to LEAVE_SECONDS for its EngineCores where it would not wait at all, and
-    call ``clean_up`` at the end of this process.  ``config``: of one of its engines.
+def prepare_shutdown(config: Config) -> None:
+    """Make vLLM let its EngineCores leave before it kills them, have its server tell its requests
+    that their engine has ended, and call ``clean_up`` at the end of this process.  ``config``: of
+    one of its engines.
 
-    Any process, any number of times; does nothing in processes that vLLM has started.  vLLM
-    aborts requests as before.  If this vLLM lacks the wrapped function, nothing is wrapped.
+    Any process, any number of times.  In processes that vLLM has started requests are told, and
+    nothing else is done.  vLLM aborts requests as before.  If this vLLM lacks a wrapped function,
+    that one is not wrapped.
     """
+    _tell_requests()
     if multiprocessing.parent_process() is not None:
         return
     _places.add((config.run_dir, config.namespace))
@@ -53,25 +80,97 @@ def wait_for_engine_cores(config: Config) -> None:
         return
     _started.set()
     atexit.register(clean_up)
-    try:
-        from vllm.v1.engine import utils
+    _let_cores_leave()
 
-        original = getattr(utils, TOUCHPOINT)
+
+def _tell_requests() -> None:
+    """Have vLLM cancel a task only after it has had the time to end by itself.
+
+    What AsyncLLM cancels, once its EngineCore has ended, is the task that hears of this end and
+    tells all requests.
+    """
+    try:
+        from vllm.utils import async_utils
+
+        original = getattr(async_utils, CANCEL_TOUCHPOINT)
+    except (ImportError, AttributeError):
+        return
+    if getattr(original, "kvshm", False):
+        return
+
+    @wraps(original)
+    def cancel(task: Any) -> None:
+        if not task or task.done():
+            return
+        loop = task.get_loop()
+        if not loop.is_closed():
+            # Not ``original``, which cancels now; from this loop or from any other thread.
+            loop.call_soon_threadsafe(loop.call_later, TELL_SECONDS, task.cancel)
+
+    cancel.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
+    setattr(async_utils, CANCEL_TOUCHPOINT, cancel)
+    if user := sys.modules.get("vllm.v1.engine.async_llm"):  # has the original by its name
+        setattr(user, CANCEL_TOUCHPOINT, cancel)
+
+
+def _let_cores_leave() -> None:
+    try:
+        from vllm.v1.engine.utils import CoreEngineProcManager
+
+        original = getattr(CoreEngineProcManager, TOUCHPOINT)
     except (ImportError, AttributeError):
         return
 
     @wraps(original)
-    def timeout(request_timeout: float | None, process_timeout: float | None) -> float | None:
-        chosen: float | None = original(request_timeout, process_timeout)
-        # With a time to drain, the user has decided how long to wait.
-        drains = request_timeout is None or request_timeout > 0
-        return chosen if drains or chosen is None else max(chosen, LEAVE_SECONDS)
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        try:
+            if _kills_at_once(self, timeout):
+                self.manager_stopped.set()  # an EngineCore that ends now has not failed
+                let_leave(self.processes)
+        except Exception:  # any: vLLM must still end its EngineCores
+            log.debug("the peers may take the end of an engine for a crash", exc_info=True)
+        _cores.extend(self.processes)
+        original(self, timeout)
 
-    setattr(utils, TOUCHPOINT, timeout)
+    setattr(CoreEngineProcManager, TOUCHPOINT, shutdown)
+
+
+def _kills_at_once(manager: Any, timeout: float | None) -> bool:
+    """Whether vLLM is about to kill this manager's EngineCores sooner than they can leave.  With a
+    time to drain the user has decided how long to wait."""
+    drains = (manager._request_shutdown_timeout or 0) > 0
+    waits = timeout is None or timeout >= LEAVE_SECONDS
+    return bool(manager._finalizer.alive) and not drains and not waits
+
+
+def let_leave(processes: Iterable[Any]) -> None:
+    """Tell EngineCores (multiprocessing's processes) to end, and wait until each of them has left
+    the node or has ended, for LEAVE_SECONDS at most.  One that shares nothing is not waited for."""
+    members = [p for p in processes if p.is_alive() and _is_member(p.pid)]
+    for process in members:
+        process.terminate()
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while any(_is_member(p.pid) for p in members) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_member(pid: int) -> bool:
+    """Whether a process is an EngineCore that has joined a node and not left it; it may be dead."""
+    for thread in glob.iglob(f"/proc/{pid}/task/*/comm"):
+        try:
+            if Path(thread).read_text().rstrip("\n") == MEMBER:
+                return True
+        except OSError:
+            continue  # the thread has ended
+    return False
 
 
 def clean_up() -> None:
-    """Remove what dead processes left behind, unless a coordinator runs and does so."""
+    """Remove what dead processes left behind, unless a coordinator runs and does so.  Waits until
+    the EngineCores that vLLM has killed are dead, for LEAVE_SECONDS at most."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for process in _cores:
+        process.join(max(0.0, deadline - time.monotonic()))
     for given, namespace in _places:
         try:
             if choose_run_directory(given, os.environ).is_dir():  # else no engine ever ran
@@ -86,7 +185,8 @@ def clean_up() -> None:
 
 def on_shutdown_signal(leave: Callable[[], None]) -> None:
     """Call ``leave``, once and on a thread of its own, as soon as a signal tells this EngineCore
-    to end: before its workers end, and whatever its main thread is doing.
+    to end: before its workers end, and whatever its main thread is doing.  ``leave`` returns when
+    the peers have been told: until then the server does not kill this process (``let_leave``).
 
     Main thread.  Does nothing outside an EngineCore, where a signal may mean anything, or if other
     code uses Python's wakeup descriptor for signals.  If no descriptor or thread can be had,
@@ -107,8 +207,11 @@ def _watch_signals(leave: Callable[[], None]) -> None:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
+    called = threading.Event()
 
     def watch() -> None:
+        _call_thread(MEMBER)
+        called.set()
         while not _ENDING.intersection(os.read(read, 64)):
             pass
         leave()
@@ -119,8 +222,17 @@ def _watch_signals(leave: Callable[[], None]) -> None:
         os.close(read)
         os.close(write)
         raise
+    called.wait()  # a signal may come from now on, and with it who looks for this thread
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     _watched.append(_Wakeup(write))
+
+
+def _call_thread(name: str) -> None:
+    """Give the calling thread a name that other processes see."""
+    try:
+        Path("/proc/thread-self/comm").write_text(name)
+    except OSError as exc:
+        log.debug("the server cannot see whether this engine has left: %s", exc)
 
 
 class _Wakeup:

@@ -210,14 +210,13 @@ class TracedImporter(RequestImporter):
         self._add("lease", parent, begun, ended, about)
 
     def _loaded(self, done: Import, load: _Load) -> None:
-        """All ranks have reported; what they say of the time is on this machine's clock."""
-        offset = time.time_ns() - time.monotonic_ns()
+        """All ranks have reported."""
         times = [report.times for report in done.reports if report.times is not None]
-        now = time.monotonic()
+        now = time.time()
         begun = min((t.begun for t in times), default=now)
         copied = max((t.copied for t in times), default=now)
         checked = max((t.checked for t in times), default=now)
-        at = [offset + int(seconds * 1e9) for seconds in (begun, copied, checked)]
+        at = [int(seconds * 1e9) for seconds in (begun, copied, checked)]
         targets, nbytes = done.load.targets, done.load.nbytes * len(times)
         paths = {str(path) for r in done.reports for path in r.paths if path is not None}
         about = {

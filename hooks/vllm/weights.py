@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..weights import WeightsUnknown, digest_tensors, model_tensors
+from ..weights import Place, WeightsUnknown, digest_tensors, model_places, model_tensors
 
 _PRODUCT_BYTES = 64 << 20
 """Most bytes of unit vectors that a packed weight is multiplied with at a time."""
@@ -26,17 +26,22 @@ _WRITERS = (
     "start_weight_update",
     "update_weights",
     "finish_weight_update",
+    "sleep",
+    "wake_up",
+    "discard",
 )
-"""Methods of a model, its runner and its worker that write weights."""
+"""Methods of a model, its runner and its worker that write weights, or that unmap their memory:
+then nothing may read them."""
 
 
 def watch_weights(owners: Iterable[Any], changing: Callable[[], None]) -> None:
-    """Call ``changing`` before weights are written again, perhaps more than once.
+    """Call ``changing`` before one of vLLM's methods writes weights, perhaps more than once.
 
     Worker only.  ``owners``: the model, and vLLM's model runner and worker, which also write
     without the model's ``load_weights`` (weights in the kernels' format, transfers from a
     trainer).  vLLM announces new weights to a connector only by a reset of the cache, which may
-    come after the weights, or not at all.  Writes by any other method go unnoticed.
+    come after the weights, or not at all.  Calls from outside are announced before they arrive
+    (rank_calls.py), and the witness notices what nobody announces (../witness.py).
     """
     for owner in owners:
         for name in _WRITERS:
@@ -53,15 +58,28 @@ def _announced(write: Callable[..., Any], changing: Callable[[], None]) -> Calla
     return announce
 
 
-def weights_digest(model: torch.nn.Module) -> str:
+def weights_digest(model: torch.nn.Module, each: dict[object, bytes] | None = None) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
-    and types, and of the weights that vLLM's CPU kernels have packed away.
+    and types, and of the weights that vLLM's CPU kernels have packed away.  ``each`` gets a digest
+    of every one.
 
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Changes nothing.
     Any two processes with equal weights on equal hardware get equal digests.  Raises
     WeightsUnknown.
     """
-    return digest_tensors(chain(model_tensors(model), _packed_tensors(model)))
+    return digest_tensors(chain(model_tensors(model), _packed_tensors(model)), each)
+
+
+def weight_places(model: torch.nn.Module) -> Iterator[Place]:
+    """Yield where the model keeps its weights: parameters and buffers and, where a CPU kernel has
+    packed a weight away, the function that multiplies by it and the packed tensors that can be
+    reached from it.  oneDNN's cannot be reached, nor written: new weights are a new function."""
+    yield from model_places(model)
+    for name, module in sorted(model.named_modules()):
+        if (multiply := module.__dict__.get("cpu_linear")) is not None:
+            yield Place(f"{name}.weight", module.__dict__, "cpu_linear", multiply)
+            for cell in getattr(multiply, "__closure__", None) or ():
+                yield Place(f"{name}.weight", None, "", cell.cell_contents)
 
 
 def _packed_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:

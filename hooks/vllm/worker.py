@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,25 @@ from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._ground.log import logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
-from kvshm.halves import POLL_SECONDS, LoadReport, RankHalf, RankInfo, open_rank
+from kvshm.halves import (
+    POLL_SECONDS,
+    WEIGHTS_WRITTEN,
+    LoadOrder,
+    LoadReport,
+    RankHalf,
+    RankInfo,
+    open_rank,
+)
 from kvshm.interfaces import Transport, choose_transport
 
 from ..weights import WeightsUnknown
 from .call_stack import callers_with
 from .groups import is_one_full
-from .identity import find_model, rank_fields
+from .identity import rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
+from .rank_weights import RankWeights
 from .refusals import cache_device
-from .weights import watch_weights
 
 log = logger(__name__)
 
@@ -35,7 +44,8 @@ GIVE_UP_SECONDS = 1.0
 
 
 class WorkerSide:
-    """One rank of one engine.  All methods run on the worker's main thread."""
+    """One rank of one engine.  All methods run on the worker's main thread, except for
+    ``_weights_written``."""
 
     def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
         self._config = config
@@ -50,14 +60,14 @@ class WorkerSide:
         self.allocation = shared_kv_memory(allocate) if allocate is not None else None
         """Context for vLLM's allocation of the KV cache: places it in memory that can be shared."""
         self._refusal = "the KV cache was not registered"
-        self._model: torch.nn.Module | None = None
-        self._described = True
-        """Whether the last description still fits the weights."""
+        self._weights = RankWeights(config.weights_check_seconds, self._weights_written)
         self._could_not_open = False
         self._kernel_blocks = "1"
         self._transport: Transport | None = None
         self._cache: RankHalf | None = None
-        self._under_way: set[LoadId] = set()
+        self._under_way: dict[LoadId, LoadOrder] = {}
+        self._outdated: set[LoadId] = set()
+        """Those that began before the weights changed: they bring nothing."""
         self._one_full = is_one_full(kv_cache_config)
         self._finished: set[LoadId] = set()
         self._failed: set[LoadId] = set()
@@ -78,10 +88,7 @@ class WorkerSide:
             self._refusal = placement
             return
         # vLLM gives the model to no connector, but the caller is the model runner, which has it.
-        owners = callers_with("get_model")
-        self._model = find_model(owners)
-        if self._model is not None:
-            watch_weights([self._model, *owners], self._weights_change)
+        self._weights.find(callers_with("get_model"), self._weights_load)
         self._kernel_blocks = placement.kernel_blocks
         try:
             self._cache = open_rank(
@@ -100,16 +107,39 @@ class WorkerSide:
         # may import); but a drafter still writes after its step's output was handed over.
         self._transport.late_writers = self._vllm_config.speculative_config is not None
 
-    def _weights_change(self) -> None:
-        """New weights are about to be loaded: end the epoch of the old ones."""
+    def _weights_load(self) -> None:
+        """New weights are about to be loaded, and the scheduler does not know."""
         self._next_report().weights_changed = True
-        self._described = False
+        self.weights_change()
+
+    def weights_change(self) -> None:
+        """The weights are about to change, or perhaps: end the epoch of those there were."""
+        self._weights.change()
+        self._outdated |= self._under_way.keys()
         if self._cache is None:
             return
         try:
             self._cache.end_epoch()
         except KvshmError as exc:  # the scheduler ends the epoch with the next step
             log.warning("cannot end the epoch before new weights: %s", exc)
+
+    def _weights_written(self, name: str) -> None:
+        """Somebody has written the weights, and nobody had announced it: other engines must not
+        read this rank's blocks any more.  The scheduler hears of it with the next step.  The
+        witness's thread, or the main one."""
+        log.warning(
+            "rank %d: weights were written and nobody had announced it, found in %s: the blocks "
+            "computed so far are withdrawn, and the weights are digested anew; reset the prefix "
+            "cache after each update (docs/fingerprint.md)",
+            self._rank,
+            name,
+        )
+        if (cache := self._cache) is not None:
+            cache.withdraw()
+            if (table := cache.table) is not None:
+                with suppress(KvshmError, ValueError):  # its epoch has just ended
+                    table.counters.add(WEIGHTS_WRITTEN)
+                    table.log_error(f"rank {self._rank}: weights written: {name}")
 
     def _memory(self, placement: Placement) -> Any:
         """Return the memory of the KV cache.  Raises TransportError if it cannot be shared."""
@@ -124,27 +154,27 @@ class WorkerSide:
         blocks for as long as one read of them takes."""
         if self._transport is None:
             return RankDescription(None, {}, self._refusal)
-        if self._model is None:
+        if (model := self._weights.model) is None:
             return RankDescription(None, {}, "the model was not found, its weights are unknown")
         # The description covers all changes of the weights before it.
-        self._described = True
         if self._report is not None:
             self._report.weights_changed = False
+        about = self._vllm_config, self._kv_cache_config, model
         try:
-            fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
+            fields, seconds = self._weights.described_by(lambda each: rank_fields(*about, each))
             memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
         except (WeightsUnknown, TransportError) as exc:
             return RankDescription(None, {}, str(exc))
         fields[TRANSPORT] = self._transport.name
         fields[KERNEL_BLOCKS] = self._kernel_blocks  # decides the order within a block
-        return RankDescription(RankInfo(os.getpid(), memory), fields)
+        return RankDescription(RankInfo(os.getpid(), memory), fields, seconds=seconds)
 
     # -- every step
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to report and no load under way: a quiet step then needs none
         of the methods below."""
-        if self._report is not None or self._under_way:
+        if self._report is not None or self._under_way or self._weights.written:
             return False
         return self._cache is None or self._cache.attached() is self._attached
 
@@ -156,6 +186,7 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Call before the loads of a step: ends and opens epochs as the scheduler says."""
+        self._report_written()
         report = self._next_report()
         report.step = metadata.step
         if metadata.fence and self._fence_passed(metadata.fence):
@@ -166,8 +197,16 @@ class WorkerSide:
             report.descriptions[self._rank] = self.describe()
         # Do not open a table made for earlier weights: all its loads fail, and the scheduler,
         # which gets a report of the change, begins another epoch.
-        if metadata.open_epoch and self._cache is not None and self._described:
+        if metadata.open_epoch and self._cache is not None and self._weights.still_hold():
             self._open_epoch(self._cache, Epoch(metadata.open_epoch))
+        self._report_written()
+
+    def _report_written(self) -> None:
+        """Tell the scheduler that weights were found written, and end the epoch, if they were."""
+        if name := self._weights.written:
+            self._weights.written = ""
+            self._next_report().written[self._rank] = name
+            self._weights_load()
 
     def _open_epoch(self, cache: RankHalf, epoch: Epoch) -> None:
         try:
@@ -199,7 +238,7 @@ class WorkerSide:
     def _begin(self, metadata: StepMetadata) -> None:
         while metadata.loads:
             load = metadata.loads[0]
-            self._under_way.add(load.load_id)
+            self._under_way[load.load_id] = load
             if self._cache is None:
                 self._ended(LoadReport(load.load_id, load.targets + load.lost))
             else:
@@ -231,12 +270,15 @@ class WorkerSide:
                 self._next_report().attached[self._rank] = self._attached
 
     def _ended(self, report: LoadReport) -> None:
+        load = self._under_way.pop(report.load_id, None)
+        if load is not None and report.load_id in self._outdated:
+            report = LoadReport(load.load_id, load.targets + load.lost)
+        self._outdated.discard(report.load_id)
         self._finished.add(report.load_id)  # first: vLLM waits for it
         if self._one_full:
             self._bad.update(report.bad)
         elif report.bad:
             self._failed.add(report.load_id)
-        self._under_way.discard(report.load_id)
         self._next_report().loads.append(report)
 
     def wait_for_end(self, load_ids: Iterable[LoadId]) -> set[LoadId]:
@@ -244,7 +286,7 @@ class WorkerSide:
         were not reported."""
         wanted, deadline = set(load_ids), time.monotonic() + GIVE_UP_SECONDS
         self.collect()
-        while wanted & self._under_way and time.monotonic() < deadline:  # a thread ends them
+        while wanted & self._under_way.keys() and time.monotonic() < deadline:  # a thread ends them
             time.sleep(POLL_SECONDS)
             self.collect()
         return wanted & self._finished
@@ -254,11 +296,11 @@ class WorkerSide:
         those that this rank does not carry out any more.  It may have reported them, or never have
         heard of them."""
         wanted = set(load_ids)
-        for load_id in wanted & self._under_way:
+        for load_id in wanted & self._under_way.keys():
             if self._cache is not None:
                 self._cache.cancel(load_id)
         self.wait_for_end(wanted)
-        ended = wanted - self._under_way
+        ended = wanted - self._under_way.keys()
         self.forget(ended)
         return ended
 
@@ -308,5 +350,6 @@ class WorkerSide:
 
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""
+        self._weights.close()
         if self._cache is not None:
             self._cache.close()

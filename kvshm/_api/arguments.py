@@ -155,7 +155,7 @@ def checked_seconds(what: str, given: Any, remedy: str = "give seconds") -> floa
     """Return seconds as a number.  Raises MisuseError."""
     try:
         seconds = math.nan if isinstance(given, str | bytes) else float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if math.isnan(seconds):
         raise MisuseError(f"{what} is {given!r}; {remedy}")

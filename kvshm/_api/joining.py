@@ -19,6 +19,7 @@ from .arguments import (
     checked_groups,
     checked_name,
     checked_regions,
+    checked_seconds,
     whole,
 )
 from .claims import by_address, claimed
@@ -62,10 +63,12 @@ def join(
     config: Config | None = None,
     name: str | None = None,
     device: str = DEVICE,
+    wait: float | None = None,
 ) -> Node:
-    """Make this engine's cache a part of the node's, and return its place in it.  Takes some
-    milliseconds and does not wait: the node is joined in the background, as soon as a
-    ``kvshm-coordinator`` runs.
+    """Make this engine's cache a part of the node's, and return its place in it.  If a
+    ``kvshm-coordinator`` runs, it waits, ``wait`` seconds at most, until this engine has joined and
+    knows the blocks of the engines that are there: some milliseconds.  Otherwise the node is joined
+    in the background, as soon as a coordinator runs and answers.
 
     ``identity``: who may share with this engine.  ``memory``: what ``allocate`` returned, and
     ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region, in bytes
@@ -73,7 +76,7 @@ def join(
     least 1.  ``groups``: KV cache groups, numbered from 0; unless given, one of full attention,
     with blocks of ``block_size`` tokens.  ``config``: the settings; unless given, those of the
     environment (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device
-    whose memory it is, as torch names it.
+    whose memory it is, as torch names it.  ``wait``: unless given, KVSHM_JOIN_WAIT_MS.
 
     At most 8 engines of one process share at a time.  If this engine cannot share (no run
     directory, no descriptors, one engine too many), a line in the log and ``Node.refusal`` say why;
@@ -83,6 +86,7 @@ def join(
     if not isinstance(identity, Identity):
         raise MisuseError(f"identity is {identity!r}; give an Identity")
     config = _settings(config)
+    patience = config.join_wait_ms / 1000 if wait is None else checked_seconds("wait", wait)
     called = checked_name(name)
     block_size = checked_block_size(block_size)
     shape = Groups(checked_groups(groups, block_size))
@@ -104,13 +108,18 @@ def join(
         return HalvesInOne(config, spec, path, memory, regions, opened)
 
     fields(identity)  # may raise: nothing has been opened
-    start_log(config.log_level, config.log_format, config.log_file)
-    for warning in config.warnings:
-        log.warning("%s", warning)
+    _begin_log(config)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
     where = by_address(regions, memory)
     node = claimed(where, lambda: Node(called, block_size, own, shape, fields, open_halves))
-    return _started(node, identity)
+    return _started(node, identity, patience)
+
+
+def _begin_log(config: Config) -> None:
+    """Write the log as the settings say, and likely mistakes in them first."""
+    start_log(config.log_level, config.log_format, config.log_file)
+    for warning in config.warnings:
+        log.warning("%s", warning)
 
 
 def _settings(given: Config | None) -> Config:
@@ -136,10 +145,12 @@ def _check_kind(memory: Any, path: Any, device: str) -> None:
         )
 
 
-def _started(node: Node, identity: Identity) -> Node:
-    """Return the node with its first epoch begun; nothing of it is left if that raises."""
+def _started(node: Node, identity: Identity, patience: float) -> Node:
+    """Return the node with its first epoch begun, after so many seconds at most; nothing of it is
+    left if that raises."""
     try:
         node._start(identity)
+        node._meet_peers(patience)
     except BaseException:
         node.close()
         raise

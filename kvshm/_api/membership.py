@@ -117,6 +117,13 @@ class Membership:
             await asyncio.sleep(pause)
         return self.joined
 
+    def _meet_peers(self, timeout: float) -> None:
+        """Wait until the engines that the roster named at the join are known, for ``join``."""
+        for pause in pauses(timeout):
+            if (halves := self._halves) is None or not halves.cache.meets_peers:
+                break
+            time.sleep(pause)  # nothing calls back (ADR 0022)
+
     def _start(self, identity: Identity) -> None:
         """Begin the first epoch, for ``join``."""
         with self._lock:

@@ -141,7 +141,8 @@ class PieceFailure:
 
 
 class CopyTimes(NamedTuple):
-    """When a load copied, in monotonic seconds, which all processes of a machine share."""
+    """When a load copied, in seconds of the wall clock: a rank may be in another time namespace
+    than the scheduler."""
 
     begun: float
     """The begin of its first copy."""

@@ -20,7 +20,6 @@ REASONS = {
     c.MISS_QUARANTINED: "quarantined",
     c.MISS_CHEAPER: "computing is cheaper",
     c.MISS_NO_ROOM: "no room",
-    c.MISS_NOT_IMPORTING: "not importing",
     c.MISS_NOT_SHARED: "request not shared",
     c.MISS_FAILED: "failed before",
     c.MISS_NOT_READ: "cache must not be read",

@@ -61,7 +61,16 @@ class RosterHandler:
         """Why the coordinator refuses the engine, as last heard; empty if it does not."""
         self.refused: Epoch | None = None
         """The epoch that it refuses for a reason that does not pass by itself."""
+        self._unknown: set[int] = set()
+        """Engines that the roster named at the first join of this epoch, and that are not known
+        yet."""
         self._minute_report = MinuteReport()
+
+    def knows_roster(self, epoch: Epoch) -> bool:
+        """Whether the own ``epoch`` has joined, and of each engine that the roster named then the
+        published blocks are in the replica; or the engine has ended, is silent, or never had any.
+        Any thread."""
+        return self._joined_at[0] == epoch and not self._unknown
 
     def describe(self) -> EngineInfo | None:
         state = self._begin()
@@ -91,7 +100,7 @@ class RosterHandler:
             case Tick(num_incompatible=count):
                 state.peers.num_incompatible = count
             case _:
-                _apply_to_peers(state.peers, update)
+                self._note_known(state, _apply_to_peers(state.peers, update))
 
     def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
         self.refused = None
@@ -109,6 +118,8 @@ class RosterHandler:
             state.table.log_error(incompatible.NO_BIT)
         if self._joined_at[0] == state.table.epoch:
             state.table.counters.add(REJOINS, 1)
+        else:
+            self._unknown = {info.epoch for info in reply.roster} - {state.table.epoch}
         state.peers.num_incompatible = len(reply.incompatible)
         for other in reply.incompatible[:MAX_RECORDED]:
             state.table.log_error(incompatible.error_log_entry(other))
@@ -120,6 +131,10 @@ class RosterHandler:
         self._joined_at = here
         text = "joined as %s, lease bit %d, peers to share with: %d"
         log.log(level, text, who, reply.lease_bit, peers)
+
+    def _note_known(self, state: EpochState, epochs: set[int]) -> None:
+        """What was to be done about these engines has been done, or failed."""
+        self._unknown -= {epoch for epoch in epochs if not state.peers.will_try_again(epoch)}
 
     def scan_again(self, enough: Callable[[], bool]) -> None:
         if (state := self._present()) is not None:
@@ -134,6 +149,7 @@ class RosterHandler:
             state.table.beat()
             state.peers.look_for_deaths()
             state.peers.try_again()
+            self._note_known(state, self._unknown)
             counters, refused = state.table.counters, state.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._minute_report.line(state.table)) is not None:
@@ -157,16 +173,21 @@ class RosterHandler:
             del self._logged[next(iter(self._logged))]
 
 
-def _apply_to_peers(peers: Peers, update: Update) -> None:
+def _apply_to_peers(peers: Peers, update: Update) -> set[int]:
+    """Returns the engines that have joined, are suspected or have gone."""
     match update:
         case EventsLost(epoch):
             peers.scan_queue.add(Epoch(epoch))
         case EngineJoined(engine=info):
             peers.joined(info)
             log.info("engine %s joined", info.log_name)
+            return {info.epoch}
         case EngineSuspected(epoch=epoch):
             peers.suspected(Epoch(epoch))
+            return {epoch}
         case EngineRecovered(epoch=epoch):
             peers.recovered(Epoch(epoch))
         case EngineGone(epoch=epoch, reason=reason):
             log.info("engine %s is gone: %s", peers.gone(Epoch(epoch)), reason)
+            return {epoch}
+    return set()

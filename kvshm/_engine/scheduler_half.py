@@ -21,12 +21,14 @@ from pathlib import Path
 
 from kvshm._ground.declined import declined_now, forget_declined, record_declined
 from kvshm._ground.forks import guard_forks
+from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name, logger
-from kvshm._ground.rundir import start_command
+from kvshm._ground.rundir import start_command, tables_socket
 from kvshm._ground.timing import RetryPause
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
+from kvshm._shm.fds import is_served
 from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.config import Config, Share
@@ -90,6 +92,9 @@ class SchedulerHalf:
         self._opened = opened
         self._handler = RosterHandler(self._open, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, self._handler)
+        self._meets_peers: bool | None = None
+        """Whether it may have to wait for its peers: None before that was asked."""
+        self._early_until: float | None = None
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         self.publisher = Publisher(self, self._client.send_events, budget, clock)
         self.planner = LoadPlanner(config, self, clock)
@@ -120,6 +125,35 @@ class SchedulerHalf:
         pass by itself.  Any thread."""
         state = self.epoch_state
         return state is not None and self._handler.refused == state.table.epoch
+
+    @property
+    def meets_peers(self) -> bool:
+        """Whether this engine joins for the first time, and does not yet know the blocks of an
+        engine that the roster names: a lookup may find less than there is.  False for good once it
+        knows them all, and where it cannot come to know any: without a coordinator, or if it
+        imports nothing, is refused, or cannot begin its epoch.  Does not block.  Any thread, one at
+        a time."""
+        if self._meets_peers is None:
+            self._meets_peers = not self.role.no_imports
+        if self._meets_peers and not self.is_member:  # the coordinator may end meanwhile
+            self._meets_peers = is_served(tables_socket(self._run_dir, self._config.namespace))
+        if self._meets_peers:
+            state, wanted = self.epoch_state, self._requested is not None
+            known = state is not None and self._handler.knows_roster(Epoch(state.table.epoch))
+            self._meets_peers = wanted and not (known or self.failed or self.is_refused)
+        return self._meets_peers
+
+    @property
+    def lookups_are_early(self) -> bool:
+        """``meets_peers``, for KVSHM_JOIN_WAIT_MS after this was first asked at most: let a lookup
+        wait, if that holds up nothing else."""
+        if self._meets_peers is False:  # as soon as the engine has met its peers: costs nothing
+            return False
+        if self._early_until is None:
+            self._early_until = self._clock() + self._config.join_wait_ms / 1000
+        if self._clock() >= self._early_until:
+            self._meets_peers = False
+        return self.meets_peers
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
@@ -154,11 +188,12 @@ class SchedulerHalf:
         self._client.rejoin()
         return True
 
-    def leave(self) -> None:
-        """Tell the other engines that this engine ends, without waiting: they stop using its
-        blocks, and it plans no more loads.  ``close`` has to follow.  Any thread."""
+    def leave(self, timeout: float = 0.0) -> None:
+        """Tell the other engines that this engine ends: they stop using its blocks, and it plans
+        no more loads.  Waits at most ``timeout`` seconds until that is told; ``close`` has to
+        follow.  Any thread."""
         self.planner.leaving = True
-        self._client.leave()
+        self._client.leave(timeout)
 
     def close(self) -> None:
         """End the epoch and leave the node.  If no coordinator runs, also remove the files of

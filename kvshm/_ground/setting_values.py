@@ -29,12 +29,31 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def milliseconds(text: str) -> float:
-    """A number from 0 to 1000."""
-    # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
-    if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= 1000:
+def milliseconds(most: float) -> Callable[[str], float]:
+    """Return what reads a number from 0 to ``most``."""
+
+    def read(text: str) -> float:
+        # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
+        if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= most:
+            raise ValueError
+        return number
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """A number from 0.1 to 3600."""
+    if not re.fullmatch("[0-9.eE+-]+", text) or not 0.1 <= (number := float(text)) <= 3600:
         raise ValueError
     return number
+
+
+def method_names(text: str) -> str:
+    """Names of Python methods, separated by commas, with or without blanks."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(map(str.isidentifier, names)):
+        raise ValueError
+    return ",".join(names)
 
 
 def namespace(text: str) -> str:

@@ -113,8 +113,10 @@ class Timing:
     """How long an engine whose worker has ended may take to send Leave.  An engine that is stopped
     on purpose does both at the same time; a later Leave is a consequence of the death."""
     cleanup_seconds: float = 30.0
-    """How often files of dead engines are removed from the run directory, and idle topics
-    forgotten."""
+    """How often idle topics are forgotten."""
+    leftovers_seconds: float = 5.0
+    """How often files of dead engines are removed from the run directory.  An engine that leaves
+    and is killed a moment later is in no roster any more: only this finds its sockets."""
     bounds_check_seconds: float = 0.25
     """How often the bounds on connections and memory are checked."""
 

@@ -43,8 +43,8 @@ _log = logger(__name__)
 class CoordinatorClient:
     """Keeps this engine in the roster, from construction until ``close``.
 
-    Any thread may call.  Only ``close`` blocks, with a bound; only the constructor raises.  In a
-    forked child the methods do nothing.
+    Any thread may call.  Only ``leave`` and ``close`` block, with a bound; only the constructor
+    raises.  In a forked child the methods do nothing.
     """
 
     def __init__(
@@ -107,18 +107,20 @@ class CoordinatorClient:
         description that ``describe`` returns now.  Events queued before belong to the old epoch."""
         self._put(None, 0)
 
-    def leave(self) -> None:
-        """Leave the node and end the thread, without waiting.  Idempotent."""
+    def leave(self, timeout: float = 0.0) -> None:
+        """Leave the node and end the thread; waits at most ``timeout`` seconds.  Idempotent."""
         self._closing.set()
         self._wake(0)
+        thread = self._thread
+        if timeout and thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Leave and end the thread; waits at most ``timeout`` seconds.  Idempotent."""
-        self.leave()
+        """As ``leave``, and say so in the log if the thread has not ended."""
+        self.leave(timeout)
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        thread.join(timeout)
         if thread.is_alive():
             _log.warning("client's thread has not ended within %.1f s", timeout)
 

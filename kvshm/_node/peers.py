@@ -181,6 +181,10 @@ class Peers:
             if info.epoch not in self._suspected and self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
+    def will_try_again(self, epoch: int) -> bool:
+        """Whether an engine could not be attached, and may be later."""
+        return epoch in self._retries and epoch not in self._suspected
+
     def look_for_deaths(self) -> None:
         """Offer no blocks of dead engines any more.  About once a second, with or without a
         coordinator; a coordinator sees the death too, and cleans up."""

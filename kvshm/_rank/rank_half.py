@@ -142,6 +142,13 @@ class RankHalf:
             forget_own_epoch(table.epoch)
             table.end_life(self._rank)
 
+    def withdraw(self) -> None:
+        """Zero the rank's life word now: no lease on own blocks succeeds any more, and loads under
+        way deliver nothing.  ``end_epoch`` has to follow on the serving thread.  Any thread."""
+        if (table := self.table) is not None:
+            with suppress(KvshmError, ValueError):  # its epoch has just ended
+                table.end_life(self._rank)
+
     def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table

@@ -69,6 +69,7 @@ class RankLoad:
         verify: bool = False,
         until: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         launched: Any = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
@@ -82,7 +83,7 @@ class RankLoad:
         self._table = table
         self._verify = verify
         self._until = until
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._launched = launched
         self._wake = wake
         self._begun_at = self._copied_at = 0.0
@@ -136,7 +137,8 @@ class RankLoad:
     def _times(self) -> CopyTimes | None:
         if not (self._begun_at and self._copied_at):
             return None
-        return CopyTimes(self._begun_at, self._copied_at, self._clock())
+        since = self._wall_clock() - self._clock()
+        return CopyTimes(self._begun_at + since, self._copied_at + since, self._clock() + since)
 
     def _elapsed(self) -> float:
         """Seconds since the first of its copies began; 0 before, and if they were queued."""

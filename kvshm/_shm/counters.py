@@ -142,6 +142,9 @@ RESYNCS = Counter(57, "resyncs", "Slot tables scanned again after a gap in the e
 REJOINS = Counter(58, "rejoins", "Times this epoch joined a coordinator again.")
 BAD_MESSAGES = Counter(59, "bad_messages", "Messages that were dropped as undecodable.")
 SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table.")
+WEIGHTS_WRITTEN = Counter(
+    62, "weights_written", "Times that ranks found weights written which nobody had announced."
+)
 HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")
 
 

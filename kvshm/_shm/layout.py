@@ -34,9 +34,9 @@ Slot table: one per exporting engine and epoch
     6664  | reserved                                                        |
     8192  | histograms: 32 x 320 bytes (ids: kvshm/_shm/histograms.py)      |
     18432 | traffic: 64 x 128 bytes, one per peer and path (below)          |
-    26624 | loops u64 x 134: of each (pending, last_ns), below              |
-    27696 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
-    29744 | reserved                                                        |
+    26624 | loops: 67 x 24 bytes (below)                                    |
+    28232 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
+    30280 | reserved                                                        |
     32768 +-----------------------------------------------------------------+
           | slot 0: 64 bytes                                                |
           | slot 1 ...                                  64 x num_blocks     |
@@ -58,11 +58,18 @@ Traffic: what the engine has copied from one peer on one path::
     72  | bytes u64 | timed_bytes u64 | timed_ns u64 | last_ns u64            |
     104 | reserved 24 bytes                                                   |
 
-A row belongs to a peer and path from its epoch on (0: the row is free).  last_ns: CLOCK_MONOTONIC.
+A row belongs to a peer and path from its epoch on (0: the row is free).  last_ns: CLOCK_MONOTONIC,
+for the engine itself.
+
+Loop::
+
+    0   | pending u64 | last_ns u64 | clock_offset i64                          |
 
 Loops: of the scheduler, of the client's thread, of the coordinator that has this table, then of the
 load thread of each rank.  pending: how much work waits for the loop; last_ns: CLOCK_MONOTONIC when
-it last went round (0: never).
+it last went round (0: never); clock_offset: by how many nanoseconds that clock is ahead of the
+machine's, because the loop's process may be in another time namespace (-2**63: not known).  The
+scheduler's also holds for ticket_times.
 
 Kept and held until: in whole seconds since created_ns, modulo 2**32, so that they go on while the
 machine's clock is set back behind created_ns; a value further ahead than MAX_HOLD_SECONDS counts as
@@ -121,7 +128,7 @@ from typing import NamedTuple, cast
 
 from kvshm._ground.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -170,7 +177,7 @@ NUM_TRAFFIC_ROWS = 64
 TRAFFIC_ROW_BYTES = 128
 LOOPS_OFFSET = TRAFFIC_OFFSET + NUM_TRAFFIC_ROWS * TRAFFIC_ROW_BYTES
 NUM_LOOPS = 3 + MAX_RANKS
-LOOP_BYTES = 16
+LOOP_BYTES = 24
 TICKET_TIMES_OFFSET = LOOPS_OFFSET + NUM_LOOPS * LOOP_BYTES
 
 SLOT_BYTES = 64

@@ -46,7 +46,7 @@ from .layout import (
     SlotState,
     table_bytes,
 )
-from .progress import CLIENT, OwnProgress
+from .progress import CLIENT, SCHEDULER, OwnProgress
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
 from .table_header import FIXED, NAMES, Clock, seconds_left
@@ -198,7 +198,9 @@ class OwnSlotTable(EngineSlotTable):
         owner = os.getpid() if pid is None else pid
         header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, owner)
         write_header(segment, header)
-        return cls(segment, header, clock)
+        table = cls(segment, header, clock)
+        table.loops.note_clock(SCHEDULER)
+        return table
 
     def publish(self, records: bytes, parents: bytes) -> bytes:
         """Make blocks readable by other engines.  ``parents``: for each block the first 8 bytes of
@@ -258,6 +260,7 @@ class OwnSlotTable(EngineSlotTable):
     def beat(self) -> None:
         """Show that the owner is alive; call it about once a second."""
         _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)
+        self.loops.note_clock(SCHEDULER)  # its thread has no time for that
         self.loops.went_round(CLIENT)
 
     def descriptor(self, writable: bool) -> int:

@@ -1,7 +1,8 @@
 """The progress of an engine's loops: whether they go round while work waits.
 
 A process that lives and answers may still be stuck.  Each loop therefore writes when it last went
-round, and how much work waits for it, into the engine's slot table.
+round, and how much work waits for it, into the engine's slot table; and the offset of its clock,
+because who reads it may be in another time namespace.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvshm import _native
+from kvshm._ground.time_namespace import UNKNOWN, clock_offset_ns
 
 from .histograms import Histogram
 from .layout import LOOP_BYTES, LOOPS_OFFSET
@@ -28,8 +30,11 @@ COORDINATOR_LOOP = "coordinator"
 FIRST_LOAD_THREAD = 3
 """That of rank 0; pending: loads under way.  It too must go round once a second."""
 
+NOTE_CLOCK_NS = 900_000_000
+"""Shorter than the pause between two heartbeats, each of which is to write the offset."""
+
 _SCHEDULER_OFFSET = LOOPS_OFFSET + LOOP_BYTES * SCHEDULER
-_LOOP = struct.Struct("<QQ")
+_LOOP = struct.Struct("<QQq")
 assert _LOOP.size == LOOP_BYTES
 
 
@@ -41,31 +46,54 @@ class Progress(NamedTuple):
     pending: int
     """How much work waits for it."""
     last_ns: int
-    """CLOCK_MONOTONIC when it last went round; 0: never yet."""
+    """CLOCK_MONOTONIC of its process when it last went round; 0: never yet."""
     idles: bool
     """Whether it stands still while no work waits."""
+    clock_offset_ns: int | None = 0
+    """Of its process (kvshm/_ground/time_namespace.py); None: not known."""
 
 
 def read_progress(segment: Segment, num_ranks: int) -> list[Progress]:
     """The loops of an engine."""
     found = []
     for loop in range(FIRST_LOAD_THREAD + num_ranks):
-        pending, last_ns = _LOOP.unpack_from(segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop)
-        found.append(Progress(_name(loop), pending, last_ns, idles=loop == SCHEDULER))
+        at = LOOPS_OFFSET + LOOP_BYTES * loop
+        pending, last_ns, offset = _LOOP.unpack_from(segment.buffer, at)
+        known = None if offset == UNKNOWN else offset
+        found.append(Progress(_name(loop), pending, last_ns, loop == SCHEDULER, known))
     return found
 
 
 class OwnProgress:
     """Writes the progress of the loops: each loop by its own thread."""
 
-    def __init__(self, segment: Segment, clock: Callable[[], int]) -> None:
-        """``clock``: nanoseconds of CLOCK_MONOTONIC."""
+    def __init__(
+        self,
+        segment: Segment,
+        clock: Callable[[], int],
+        clock_offset: Callable[[], int | None] = clock_offset_ns,
+    ) -> None:
+        """``clock``: nanoseconds of CLOCK_MONOTONIC; ``clock_offset``: of this process."""
         self._segment = segment
-        self._clock = clock
+        self._clock, self._clock_offset = clock, clock_offset
+        self._noted: dict[int, int] = {}
+        """By loop: when the offset was last written."""
 
     def went_round(self, loop: int) -> None:
         """The loop goes round."""
+        self.note_clock(loop)
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop + 8, self._clock())
+
+    def note_clock(self, loop: int) -> None:
+        """Write the offset of this process's clock for the loop, once a second at most.  Any thread
+        of the loop's process, one at a time."""
+        now, before = self._clock(), self._noted.get(loop)
+        if before is not None and now - before < NOTE_CLOCK_NS:
+            return
+        self._noted[loop] = now
+        offset = self._clock_offset()
+        word = (UNKNOWN if offset is None else offset) % (1 << 64)
+        _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop + 16, word)
 
     def hook_took(self, hook: Histogram, begun_ns: int, pending: int) -> None:
         """A hook of the scheduler that began at ``begun_ns`` has ended: count its time, and show

@@ -275,9 +275,11 @@ class RosterSlotTable(SlotTableView):
         _native.add(self._segment.buffer, SWEPT.offset, swept)
         return swept
 
-    def coordinator_went_round(self) -> None:
-        """Show tools that the coordinator is not stuck; call it about once a second."""
-        OwnProgress(self._segment, time.monotonic_ns).went_round(COORDINATOR)
+    def coordinator_went_round(self, clock_offset_ns: int | None) -> None:
+        """Show tools that the coordinator is not stuck; call it about once a second.
+        ``clock_offset_ns``: of this process."""
+        progress = OwnProgress(self._segment, time.monotonic_ns, lambda: clock_offset_ns)
+        progress.went_round(COORDINATOR)
 
 
 def _bounded(bit: int) -> int:

@@ -228,8 +228,9 @@ class TableHeader:
         return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
 
     def loads_since(self) -> list[int]:
-        """When each of the owner's loads under way began, nanoseconds of CLOCK_MONOTONIC, the
-        oldest first.  Until it ends, a load holds leases in other engines' tables."""
+        """When each of the owner's loads under way began, nanoseconds of the scheduler's
+        CLOCK_MONOTONIC, the oldest first.  Until it ends, a load holds leases in other engines'
+        tables."""
         buffer = self._segment.buffer
         left = _TICKETS.unpack_from(buffer, TICKETS_OFFSET)
         begun = _TICKETS.unpack_from(buffer, TICKET_TIMES_OFFSET)

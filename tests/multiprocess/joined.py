@@ -119,6 +119,7 @@ class Toys:
 
     def begin(self, name: str, **how: Any) -> Toy:
         """An engine that may not have joined yet."""
+        how.setdefault("wait", 0)
         toy = Toy(self.place, name, how.pop("kind", self._kind), **how)
         self._undo.callback(toy.close)
         self._made.append(toy)

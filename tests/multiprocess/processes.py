@@ -29,6 +29,9 @@ from kvshm._node.handout import Handouts
 
 from ..sessions import new_namespace
 
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # pytest knows it
+import reaper
+
 PATIENCE_SECONDS = 100.0
 """How long a test waits for what must happen; never a statement about speed.  Longer than a
 quarantine (30 s), and enough on a machine with a tenth of its cores."""
@@ -254,6 +257,7 @@ class Node:
 
 @contextmanager
 def real_processes() -> Iterator[Processes]:
+    reaper.start()  # a program has no conftest.py
     processes = Processes()
     try:
         yield processes

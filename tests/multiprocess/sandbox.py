@@ -1,4 +1,4 @@
-"""Namespaces of the kernel for tests, as containers have them: of mounts and of pids.
+"""Namespaces of the kernel for tests, as containers have them: of mounts, of pids and of time.
 
 Each is a command that another command is appended to, so that the process which a test
 starts, signals and reaps is the one within.
@@ -28,6 +28,15 @@ def fresh_tmpfs(*mounts: tuple[str, str]) -> Command:
 def beside(pid: int) -> Command:
     """Run a command among the mounts of another process."""
     return ("nsenter", f"--target={pid}", "--mount", "--")
+
+
+def own_clock(ahead: int) -> Command:
+    """Run a command in a time namespace of its own, whose CLOCK_MONOTONIC is so many seconds ahead
+    of the machine's.  That clock must not become negative."""
+    # The second program is in the namespace where the first one only prepares it for its children.
+    enter = ("unshare", "--time", f"--monotonic={ahead}", f"--boottime={ahead}")
+    check = 'test "$(readlink /proc/$$/ns/time)" = "$(readlink /proc/$$/ns/time_for_children)"'
+    return (*enter, "sh", "-c", f'{check} && exec "$@"', "sh")
 
 
 def skip_unless_permitted(commands: Iterable[Command]) -> None:

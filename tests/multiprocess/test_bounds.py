@@ -206,7 +206,7 @@ LOOKS_OFTEN = """
 import sys
 from dataclasses import replace
 from kvshm._ground import timing
-timing.TIMING = replace(timing.TIMING, cleanup_seconds=3.0)
+timing.TIMING = replace(timing.TIMING, leftovers_seconds=3.0)
 from kvshm.coordinator.__main__ import main
 sys.exit(main())
 """

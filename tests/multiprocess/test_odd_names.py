@@ -1,4 +1,4 @@
-"""What engines and files are called, every command prints so that no terminal obeys it."""
+"""No command prints the names of engines and files in a way that a terminal would obey."""
 
 from __future__ import annotations
 

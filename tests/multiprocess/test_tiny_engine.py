@@ -130,6 +130,17 @@ def test_what_the_first_engine_computed_is_imported_until_it_is_killed(
     assert said == (0, 0, len(MANY[0]), alone[MANY[0]])
 
 
+def test_the_first_prompt_of_an_engine_that_has_just_joined_is_imported(
+    node: Node, alone: dict[str, str]
+) -> None:
+    node.coordinator()
+    exporter = start(node)
+    ask(exporter, PROMPTS[0])
+    importer = start(node, PROMPTS[1])  # looked up as soon as ``join`` returns
+    said = read(importer.wait_out(lambda line: "next" in line))
+    assert said == (0, SHARED, len(PROMPTS[1]) - SHARED, alone[PROMPTS[1]])
+
+
 def test_blocks_that_are_reused_all_the_time_change_no_token(
     node: Node, alone: dict[str, str]
 ) -> None:

@@ -34,7 +34,7 @@ def test_defaults() -> None:
     assert (config.enable, config.run_dir) == (False, "")
     assert (config.namespace, config.role, config.share) == ("default", Role.BOTH, Share.ALL)
     assert (config.min_prefix_tokens, config.max_import_blocks) == ("auto", 16384)
-    assert config.drain_budget_ms == 1.0
+    assert (config.drain_budget_ms, config.join_wait_ms) == (1.0, 1000.0)
     assert (config.fault, config.strict, config.verify) == (None, False, False)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (False, False, False)
     assert (config.transport, config.log_level) == ("auto", "INFO")
@@ -51,10 +51,13 @@ def test_every_value_is_read() -> None:
             "KVSHM_ROLE": "consumer",
             "KVSHM_MIN_PREFIX_TOKENS": "256",
             "KVSHM_DRAIN_BUDGET_MS": "2.5",
+            "KVSHM_JOIN_WAIT_MS": "30",
             "KVSHM_MAX_IMPORT_BLOCKS": "7",
             "KVSHM_SHARE": "salted-only",
             "KVSHM_VERIFY": "1",
             "KVSHM_STAGING": "1",
+            "KVSHM_WEIGHTS_CHECK_SECONDS": "0.5",
+            "KVSHM_READ_ONLY_CALLS": "tell, my_stats",
             "KVSHM_TRANSPORT": "carrier-pigeon_2.0",
             "KVSHM_BESIDE": "1",
             "KVSHM_ALLOW_UNTESTED_VLLM": "1",
@@ -73,9 +76,11 @@ def test_every_value_is_read() -> None:
         Share.SALTED_ONLY,
     )
     assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
+    assert (config.weights_check_seconds, config.read_only_calls) == (0.5, "tell,my_stats")
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
+    assert config.join_wait_ms == 30.0
     assert (config.log_format, config.log_file) == (LogFormat.JSON, "/var/log/kvshm.log")
     assert config.transport == "carrier-pigeon_2.0"
     assert config.given == {s.name for s in SETTINGS}

@@ -230,8 +230,8 @@ def test_leftovers_are_looked_for_at_once_and_now_and_then() -> None:
     state = new_state()
     assert only(decide(state, ClockTick(), 0.0), SweepFiles) == [SweepFiles()]
     join(state, engine(5))
-    assert not only(decide(state, ClockTick(), 29.0), SweepFiles)
-    assert only(decide(state, ClockTick(), 31.0), SweepFiles) == [SweepFiles()]
+    assert not only(decide(state, ClockTick(), 4.0), SweepFiles)
+    assert only(decide(state, ClockTick(), 6.0), SweepFiles) == [SweepFiles()]
 
 
 def test_log_levels_say_what_needs_attention() -> None:

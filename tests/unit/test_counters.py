@@ -35,18 +35,19 @@ def test_ids_are_never_renumbered() -> None:
         "published": 0, "retracted": 1, "drained": 2, "forced": 3, "drain_wait_us": 4,
         "events_sent": 5, "events_dropped": 6, "events_unheard": 7, "kept": 8,
         "prompt_tokens_local": 9, "prompt_tokens_peer": 10, "prompt_tokens_computed": 11,
-        "bad_options": 12,
+        "bad_options": 12, "miss_not_importing": 13, "miss_not_shared": 14, "miss_failed": 15,
         "lookups": 16, "lookup_hits": 17, "blocks_matched": 18, "miss_no_peer": 19,
         "miss_no_owner": 20, "miss_too_short": 21, "miss_lease_lost": 22, "miss_quarantined": 23,
         "miss_fingerprint": 24, "miss_cheaper": 25,
-        "tried": 26, "miss_no_room": 27, "miss_too_long": 28,
+        "tried": 26, "miss_no_room": 27, "miss_too_long": 28, "miss_not_read": 29, "miss_own": 30,
         "leases_taken": 32, "lease_lost": 33, "loads_started": 34, "loads_done": 35,
         "loads_failed": 36, "imported_blocks": 37, "blocks_copied": 38, "bytes_copied": 39,
         "recheck_failed": 40, "discarded": 41, "verified": 42, "mismatched": 43,
         "quarantines": 44, "estimated_us": 45, "measured_us": 46, "computing_us": 47,
-        "loads_at_once": 48, "loads_too_late": 49, "imported_tokens": 50,
+        "loads_at_once": 48, "loads_too_late": 49, "imported_tokens": 50, "loads_lost": 51,
         "index_full": 56, "resyncs": 57, "rejoins": 58, "bad_messages": 59, "swept": 60,
         "hook_errors": 61,
+        "weights_written": 62,
     }  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from kvshm._ground.declined import declined_now, forget_declined, record_decline
 from kvshm._ground.ids import Epoch
 from kvshm._node.incompatible import REFUSED
 from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
-from kvshm._shm.progress import Progress
 from kvshm._shm.traffic import Traffic
 from kvshm.coordinator.joining import who_upgrades
 from kvshm.errors import ConfigError, VersionMismatch
@@ -291,21 +290,20 @@ def test_a_replica_that_lags_is_told(served: ServedNode, two: tuple[Served, Serv
     assert engines.replica_lag(seen).result is Result.OK
 
 
-def test_engines_with_another_clock_are_told(
-    served: ServedNode, two: tuple[Served, Served], tmp_path: Path
+def test_clocks_that_cannot_be_compared_are_told(
+    served: ServedNode, two: tuple[Served, Served]
 ) -> None:
     seen = look(served)
-    assert engines.clocks(seen) == (Result.OK, "all engines have the clock of this process")
-    for pid, clock in (("self", "time:[1]"), ("11", "time:[1]"), ("12", "time:[2]")):
-        (tmp_path / pid / "ns").mkdir(parents=True)
-        (tmp_path / pid / "ns/time").symlink_to(clock)
-    apart = with_engines(replace(seen, proc=tmp_path), a={"pid_here": 11}, b={"pid_here": 12})
-    assert engines.clocks(apart) == (Result.WARNING, "b is in another time namespace")
-    ahead = (Progress("client", 0, seen.reading.at_ns + 5_000_000_000, idles=False),)
-    assert engines.clocks(with_engines(seen, a={"progress": ahead})) == (
-        Result.WARNING,
-        "a is in another time namespace",
-    )
+    good = "all times can be compared, also across time namespaces"
+    assert engines.clocks(seen) == (Result.OK, good)
+    why = "goes on cannot be told: no offset of a clock"
+    unknown = engines.clocks(with_engines(seen, a={"clock_known": False}))
+    assert unknown == (Result.WARNING, f"whether a {why}")
+    (space,) = seen.reading.namespaces
+    unshown = replace(seen.reading, namespaces=(replace(space, coordinator_ns=None),))
+    found = engines.clocks(replace(seen, reading=unshown))
+    coordinator = f"whether the coordinator of namespace {space.name} {why}"
+    assert found == (Result.WARNING, coordinator)
 
 
 def test_a_bundle_keeps_the_words_that_a_report_needs() -> None:

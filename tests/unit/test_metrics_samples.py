@@ -202,6 +202,16 @@ def test_progress_is_unix_time_and_loops_that_never_went_round_have_none() -> No
     assert found("kvshm_epoch_start_timestamp_seconds", HEALTHY) == {A: UNIX / 1e9 - 9}
 
 
+def test_of_a_clock_that_cannot_be_compared_no_time_is_told() -> None:
+    unknown = replace(HEALTHY, clock_known=False)
+    assert found("kvshm_last_progress_timestamp_seconds", unknown) == {}
+    assert found("kvshm_oldest_lease_seconds", unknown) == {}
+    assert found("kvshm_coordinator_last_progress_timestamp_seconds", coordinator_ns=None) == {}
+    checks = found("kvshm_engine_check", unknown)
+    assert {check for *_, check in checks} == {"live", "ready"}
+    assert found("kvshm_pending", unknown) != {}
+
+
 def state_of(engine: EngineReading) -> str:
     states = found("kvshm_engine_state", engine)
     assert {labels[-1] for labels in states} == {"healthy", "degraded", "down", "left"}

@@ -12,6 +12,7 @@ from kvshm._node.incompatible import NO_BIT
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.progress import Progress
 from kvshm.tools.node.health import (
+    CANNOT_TELL,
     Health,
     Limits,
     State,
@@ -71,6 +72,22 @@ def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
         Progress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress
     )
+
+
+def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said() -> None:
+    """Its times may lie anywhere: in the past of this process as well as in its future."""
+    why = f"whether its loops go round cannot be told: {CANNOT_TELL}"
+    for rested in (-40_000.0, 0.0, 200.0):
+        loops = tuple(e._replace(pending=1, last_ns=seconds_ago(rested)) for e in ENGINE.progress)
+        played = {"clock_known": False, "progress": loops, "loads_since": (seconds_ago(rested),)}
+        assert found(**played) == Health(True, True, None, State.HEALTHY, (why,))
+        assert found(**played, died=True).reasons == ("a worker process has ended",)
+        assert found(**played, joined=False).state is State.DEGRADED
+    unshown = replace(SPACE, coordinator_ns=None)
+    state, told = judge_coordinator(unshown, NOW, LIMITS)
+    assert (state, told.endswith(f"cannot be told: {CANNOT_TELL}")) == (State.HEALTHY, True)
+    silent = replace(unshown, coordinator_answers=False)
+    assert judge_coordinator(silent, NOW, LIMITS)[0] is State.DEGRADED
 
 
 def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:

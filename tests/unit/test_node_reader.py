@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm._ground.ids import BlockId, Epoch, Generation, LeaseBit
+from kvshm._ground.time_namespace import clock_offset_ns
 from kvshm._shm.counters import HOOK_ERRORS
 from kvshm._shm.layout import BlockRecord, pack_records
-from kvshm._shm.progress import SCHEDULER
+from kvshm._shm.progress import COORDINATOR, SCHEDULER, OwnProgress
 from kvshm.tools.node.reader import ENDED_SECONDS, REPLICA_SECONDS, NodeReader
 from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading
 
@@ -235,11 +236,73 @@ def test_whether_the_coordinator_goes_round_is_seen_in_the_tables_of_its_roster(
     found = space(reader)
     assert (found.coordinated, found.coordinator_answers, found.coordinator_ns) == (True, True, 0)
     assert [(e.label, e.joined) for e in found.engines] == [("member", True), ("stranger", False)]
-    member.coordinator_went_round()
+    member.coordinator_went_round(clock_offset_ns())
     found = space(reader)
+    assert found.coordinator_ns is not None
     assert abs(found.coordinator_ns / 1e9 - time.monotonic()) < 60
     clock.ahead = 100
     assert space(reader).coordinator_answers, "asked, because it has not gone round lately"
+
+
+def test_a_coordinator_that_has_never_shown_itself_is_asked_even_right_after_the_clock_began(
+    served: ServedNode, reader: NodeReader, clock: Clock
+) -> None:
+    """As in a time namespace that has just begun, or after the boot."""
+    served.enlist(served.serve("member", 1).table)
+    served.serve("stranger", 2)
+    clock.ahead = 2.0 - time.monotonic()
+    joined = {e.label: e.joined for e in space(reader).engines}
+    assert joined == {"member": True, "stranger": False}
+
+
+HOURS = 40_000 * 10**9
+
+
+@pytest.mark.parametrize("own", [0, -150 * 10**9, HOURS])
+@pytest.mark.parametrize("theirs", [0, -200 * 10**9, HOURS])
+def test_times_of_other_time_namespaces_are_converted(
+    served: ServedNode, own: int, theirs: int
+) -> None:
+    """Engine and coordinator in one, the reader in another."""
+    machine = HOURS + 1000 * 10**9
+    table = served.serve("e", 1).table
+    served.enlist(table)
+    table.loops = OwnProgress(table._segment, lambda: machine + theirs, lambda: theirs)
+    table.beat()
+    table._ticks = lambda: machine + theirs - 10**9  # type: ignore[method-assign]
+    assert table.take_ticket(1) is not None
+    coordinator = OwnProgress(table._segment, lambda: machine + theirs, lambda: theirs)
+    coordinator.went_round(COORDINATOR)
+    now = machine + own + 10**9
+    with NodeReader(served.run_dir, clock=lambda: now / 1e9, clock_offset=lambda: own) as reader:
+        found = space(reader)
+    (engine,) = found.engines
+    assert engine.clock_known
+    assert {loop.last_ns for loop in engine.progress if loop.loop == "client"} == {now - 10**9}
+    assert engine.loads_since == (now - 2 * 10**9,)
+    assert (found.coordinator_ns, engine.joined) == (now - 10**9, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "ahead"),
+    [(None, 0, 0), (0, None, 0), (0, 0, 5 * 10**9)],
+    ids=["the reader's", "the engine's", "an offset that cannot be right"],
+)
+def test_times_that_cannot_be_converted_are_marked(
+    served: ServedNode, own: int | None, theirs: int | None, ahead: int
+) -> None:
+    now = 1000 * 10**9
+    table = served.serve("e", 1).table
+    served.enlist(table)
+    table.loops = OwnProgress(table._segment, lambda: now + ahead, lambda: theirs)
+    table.beat()
+    OwnProgress(table._segment, lambda: now + ahead, lambda: theirs).went_round(COORDINATOR)
+    with NodeReader(served.run_dir, clock=lambda: now / 1e9, clock_offset=lambda: own) as reader:
+        found = space(reader)
+    (engine,) = found.engines
+    assert not engine.clock_known
+    assert found.coordinator_ns is None
+    assert (found.coordinator_answers, engine.joined) == (True, True), "it is asked instead"
 
 
 def test_progress_and_life_are_read(served: ServedNode, reader: NodeReader) -> None:

@@ -33,6 +33,7 @@ ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
     "weights", "transformers/parts", "transformers/refusals",
     *(f"vllm/{n}" for n in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch")),
+    "vllm/rank_weights",
 )  # fmt: skip
 """Modules of hooks/ that say why an engine does not share."""
 

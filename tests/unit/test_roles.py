@@ -27,7 +27,7 @@ MAY = {
     "table.kept([])": {OWN},
     "table.kept_runs(None, 1, 1)": {OWN},
     "table.sweep(1)": {ROSTER},
-    "table.coordinator_went_round()": {ROSTER},
+    "table.coordinator_went_round(0)": {ROSTER},
     "table.counters.add(PUBLISHED)": {OWN, RANK},
     "table.log_error('')": {OWN, RANK},
     "table.begin_pulse(None)": {OWN, RANK},

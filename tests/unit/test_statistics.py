@@ -25,7 +25,12 @@ from kvshm._shm.layout import (
     TRAFFIC_OFFSET,
 )
 from kvshm._shm.own_slot_table import TableSpec
-from kvshm._shm.progress import FIRST_LOAD_THREAD, SCHEDULER
+from kvshm._shm.progress import (
+    FIRST_LOAD_THREAD,
+    NOTE_CLOCK_NS,
+    SCHEDULER,
+    OwnProgress,
+)
 from kvshm._shm.traffic import IMPORT_TIMES, Traffic
 
 from .served import AnyTable, again
@@ -194,6 +199,28 @@ def test_each_loop_shows_its_own_progress(table: AnyTable) -> None:
         ("loads of rank 0", 0, 0, False),
         ("loads of rank 1", 0, 1000, False),
     ]
+
+
+def test_each_loop_shows_the_offset_of_its_clock(table: AnyTable) -> None:
+    """Whose process may be restored into another time namespace meanwhile."""
+    ticks, offsets = Ticks(), [-200, None, 40_000, 40_000]
+    loops = table.loops = OwnProgress(table._segment, ticks, lambda: offsets.pop(0))
+
+    def shown() -> dict[str, int | None]:
+        return {loop.loop: loop.clock_offset_ns for loop in again(table).progress()}
+
+    loops.went_round(FIRST_LOAD_THREAD)
+    assert shown()["loads of rank 0"] == -200
+    ticks.now += NOTE_CLOCK_NS - 1
+    loops.went_round(FIRST_LOAD_THREAD)  # a load thread goes round a thousand times a second
+    assert (shown()["loads of rank 0"], len(offsets)) == (-200, 3)
+    ticks.now += 1
+    loops.went_round(FIRST_LOAD_THREAD)
+    assert shown()["loads of rank 0"] is None
+    table.beat()
+    assert shown()["scheduler"] == 40_000, "the client's thread writes it"
+    table.coordinator_went_round(7)
+    assert shown()["coordinator"] == 7
 
 
 def test_a_hook_shows_its_time_and_that_the_scheduler_goes_round(table: AnyTable) -> None:

@@ -26,6 +26,7 @@ from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.config import Config
+from kvshm.hooks.vllm import rank_weights
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
@@ -101,7 +102,7 @@ def makers(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
     """One function that makes workers, which are closed afterwards."""
     machine, namespace = FakeMachine(), new_namespace()
     run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
-    monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     made: list[Played] = []
 

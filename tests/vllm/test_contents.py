@@ -238,7 +238,7 @@ class Node:
         invalid = set().union(*(self.compute(written) for written in step.writes))
         self.finish(report)
         self.answer(step, report, invalid)
-        if metadata.describe and metadata.describe == self.side._resets:
+        if metadata.describe and metadata.describe == self.side.descriptions.resets:
             self.e.wait_for_epoch()
             self.e.table.end_life(0)  # until the rank opens it
             self.weights_of[self.e.table.epoch] = self.weights

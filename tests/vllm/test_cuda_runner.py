@@ -36,7 +36,7 @@ from kvshm._ground.syncpoints import SyncPoint
 from kvshm._rank import attachments, rank_load
 from kvshm._shm.layout import NUM_TICKETS
 from kvshm._shm.own_slot_table import _ticket
-from kvshm.hooks.vllm import at_once, before_prefill
+from kvshm.hooks.vllm import at_once, before_prefill, rank_weights
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.layout import shared_kv_memory
@@ -166,7 +166,7 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
     machine = FakeMachine()
     for module, limit in WAITS:
         monkeypatch.setattr(module, limit, 100.0)
-    monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     with Node() as node, ExitStack() as stack:
@@ -229,8 +229,13 @@ def test_a_prefix_travels_while_both_engines_run_ahead(pair: list[InProcessEngin
 def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
     """What an import of b's from a may hold: leases, the ticket, blocks, what b notes of it."""
     importer, table = b.engine.connector._scheduler.importer, b.cache.table
-    noted = {name: kept for name, kept in vars(importer).items() if isinstance(kept, dict | set)}
-    del noted["attached"]
+    parts = {"": importer, "twins.": importer._twins, "held.": importer.held}
+    noted = {
+        f"{part}{name}": kept
+        for part, owner in parts.items()
+        for name, kept in vars(owner).items()
+        if isinstance(kept, dict | set)
+    }
     return {
         "leases": [i for i, slot in enumerate(a.cache.table.slots()) if slot.leases],
         "tickets": [

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import (
@@ -34,7 +33,7 @@ from kvshm.hooks.vllm.pool_room import PoolRoom
 from kvshm.hooks.vllm.ready_peers import LATE_SECONDS
 from kvshm.hooks.vllm.twins import TWIN_WAIT_SECONDS
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, plan_of, prompt
+from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
 
 PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]), row=-1)
 BLOCKS = 5
@@ -335,52 +334,3 @@ def test_of_what_a_rank_has_not_reported_nothing_counts(
     n.e.answer(sent, said)
     assert n.count(c.LOADS_FAILED) == 1
     assert n.e.ready() == set()
-
-
-def throttled(n: Node) -> Sent:
-    """A step that lets no prefill in, and its output."""
-    sent = n.e.schedule(throttled=True)
-    n.answer(sent)
-    return sent
-
-
-def test_however_long_a_request_waits_it_imports_what_a_local_hit_would_give(
-    node: Callable[..., Node],
-) -> None:
-    """vLLM asks for it in every step and lets no prefill in.  Imports are estimated, and every so
-    many of them are trials: questions must not count as imports."""
-    n = node("auto", max_num_seqs=4)
-    n.attach()
-    n.measure(per_token=0.001)
-    n.e.add("decodes too", prompt(0), max_tokens=400)
-    n.e.step()
-    n.e.add("wants", prompt(BLOCKS))
-    asked = n.lookups
-    for _ in range(300):
-        assert not throttled(n).metadata.at_once
-    assert n.lookups - asked == 300
-    (load,) = n.e.schedule().metadata.at_once
-    assert len(load.targets) == BLOCKS
-    assert n.count(c.MISS_CHEAPER) + n.count(c.MISS_NO_ROOM) == 0
-
-
-def test_what_vllm_finds_no_room_for_is_computed_until_more_blocks_are_free(
-    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM schedules no request behind one that it does not admit."""
-    n = node()
-    n.attach()
-    manager = n.e.scheduler.kv_cache_manager
-    plain, asked = manager.allocate_slots, []
-
-    def refuses(request: Request, *args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs.get("num_external_computed_tokens"))
-        return None if asked[-1] else plain(request, *args, **kwargs)
-
-    monkeypatch.setattr(manager, "allocate_slots", refuses)
-    n.e.add("wants", prompt(BLOCKS), max_tokens=4)
-    n.answer(n.e.schedule())
-    assert n.count(c.MISS_NO_ROOM) == 1
-    computing = n.e.schedule()
-    assert computing.output.num_scheduled_tokens["wants"] == len(prompt(BLOCKS))
-    assert asked == [BLOCKS * BLOCK_SIZE, 0]

@@ -188,7 +188,11 @@ def test_what_is_off_stays_off_over_a_reset(
     request = e.add("second", prompt(3, first=900), max_tokens=1)
     sent = e.schedule()
     assert not sent.metadata.describe
-    answer = RankReport(sent.metadata.step, descriptions={0: description()}, describes=side._resets)
+    answer = RankReport(
+        sent.metadata.step,
+        descriptions={0: description()},
+        describes=side.descriptions.resets,
+    )
     e.run(sent, answer)
     assert side.match(request, 0) == (0, False)
     assert side.cache._requested is None, "the next epoch would begin"

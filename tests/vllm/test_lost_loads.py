@@ -40,7 +40,7 @@ def not_handed_over(e: DrivenEngine, one: Worker) -> None:
 def not_begun(e: DrivenEngine, one: Worker) -> None:
     """A rank has thrown it away."""
     begun = one.side._under_way
-    one.cache.begin_load = lambda load: begun.discard(load.load_id)  # type: ignore[method-assign]
+    one.cache.begin_load = lambda load: begun.pop(load.load_id, None)  # type: ignore[method-assign]
 
 
 def not_ended(e: DrivenEngine, one: Worker) -> None:

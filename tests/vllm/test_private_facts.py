@@ -26,6 +26,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -355,18 +356,15 @@ def test_the_scheduler_binds_its_manager_itself(engine: Make) -> None:
     assert engine().connector._scheduler._vllm is not None
 
 
-def test_who_ends_an_engine_asks_how_long_it_may_take() -> None:
-    in_order(engine_utils.CoreEngineProcManager.shutdown, f"{shutdown.TOUCHPOINT}(")
-    assert callable(getattr(engine_utils, shutdown.TOUCHPOINT))
+def test_who_ends_an_engine_kills_it_and_then_cancels_who_would_tell_its_requests() -> None:
+    used = ("manager_stopped.set()", "_finalizer.det", "_request_shutdown_timeout", "processes")
+    in_order(getattr(engine_utils.CoreEngineProcManager, shutdown.TOUCHPOINT), *used)
+    in_order(AsyncLLM.shutdown, "engine_core.shutdown(", f"{shutdown.CANCEL_TOUCHPOINT}(handler)")
 
 
 def test_the_core_hands_over_what_ranks_said_and_has_the_executor() -> None:
-    in_order(
-        EngineCore.__init__,
-        "self.model_executor = ",
-        "get_kv_connector_handshake_metadata()",
-        "kv_connector.set_xfer_handshake_metadata_pp_aware(",
-    )
+    used = ("self.model_executor = ", "get_kv_connector_handshake_metadata()")
+    in_order(EngineCore.__init__, *used, "kv_connector.set_xfer_handshake_metadata_pp_aware(")
     for executor in (UniProcExecutor, MultiprocExecutor):
         parameters = list(inspect.signature(executor.collective_rpc).parameters)
         assert " ".join(parameters[1:4]) == "method timeout args"

@@ -110,15 +110,15 @@ def test_an_import_of_an_earlier_life_is_not_shown(promised: Promised) -> None:
 def test_a_load_does_not_vouch_for_who_writes_its_block_now(
     engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """Its request was aborted, a reset that came to nothing freed the blocks before the step was
-    over, and another request with the same prefix computes one of them anew."""
+    """Its request was aborted, the blocks were freed before the step was over, as for a reset, and
+    another request with the same prefix computes one of them anew."""
     e = engine(num_blocks=16, asynchronous=asynchronous)
     e.add("running", prompt(8, first=300), max_tokens=8)
     e.step()
     promised = Promised(e, monkeypatch)
     block = promised.blocks[0]
     e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert not e.scheduler.reset_prefix_cache()
+    e.connector.pool_will_reset()
     e.add("others", prompt(4, first=700), max_tokens=8)  # takes all of its blocks but the first
     e.add("b", prompt(1, tail=0), max_tokens=8)
     writes = e.schedule()

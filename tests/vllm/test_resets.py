@@ -19,6 +19,7 @@ from kvshm._ground.ids import Epoch, LoadId
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.rank_weights import RankWeights
 from kvshm.hooks.vllm.ranks import Ranks
 from kvshm.hooks.vllm.worker import WorkerSide
 
@@ -69,9 +70,11 @@ class Worker:
 
     def __init__(self, engine: DrivenEngine, polls: int) -> None:
         side = object.__new__(WorkerSide)
-        side._under_way, side._finished, side._failed, side._bad = set(), set(), set(), set()
+        side._finished, side._failed, side._bad = set(), set(), set()
+        side._under_way, side._outdated = {}, set()
         side._one_full = engine.connector._scheduler.importer.lookups.groups.one_full
-        side._report, side._described, side._attached = RankReport(0), True, frozenset()
+        side._report, side._attached = RankReport(0), frozenset()
+        side._weights = RankWeights(3600, side._weights_written)
         self.side = side
         self.cache = side._cache = Copying(polls)  # type: ignore[assignment]  # stands for one
         self.connector = object.__new__(KvshmConnector)
@@ -82,7 +85,9 @@ class Worker:
         self._engine = engine
         engine.connector._scheduler._ranks = Ranks(self)
 
-    def collective_rpc(self, what: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(
+        self, what: Callable[..., Any], args: tuple[Any, ...] = (), non_block: bool = False
+    ) -> list[Any]:
         return [what(None, *args)]
 
     def run(self, sent: Sent) -> None:
@@ -194,10 +199,10 @@ def test_a_forced_reset_of_a_paused_engine_ends_its_loads(
 ) -> None:
     """pause(mode="keep", clear_cache=True): nothing steps, so nothing would be reported."""
     e, one = loading(polls, asynchronous)
-    before = e.connector._scheduler._resets
+    before = e.connector._scheduler.descriptions.resets
     e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert e.connector._scheduler._resets > before
+    assert e.connector._scheduler.descriptions.resets > before
     assert e.connector._scheduler.importer.under_way() == set()
     request = e.scheduler.requests["a"]
     assert (request.status, request.num_computed_tokens) == (RequestStatus.WAITING, 0)

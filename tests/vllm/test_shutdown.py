@@ -5,27 +5,38 @@ That a stopped server leaves is shown by test_lifecycle.py; here is when nothing
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.engine import utils
+from vllm.utils import async_utils
+from vllm.v1.engine.utils import CoreEngineProcManager
 
 from kvshm.config import Config
 from kvshm.hooks.vllm import shutdown
 from kvshm.hooks.vllm.shutdown import (
+    CANCEL_TOUCHPOINT,
     LEAVE_SECONDS,
     TOUCHPOINT,
+    let_leave,
     on_shutdown_signal,
-    wait_for_engine_cores,
+    prepare_shutdown,
 )
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -33,32 +44,135 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which kvshm has not been asked for yet."""
     monkeypatch.setattr(shutdown, "_started", threading.Event())
     monkeypatch.setattr(shutdown, "_places", set())
-    monkeypatch.setattr(utils, TOUCHPOINT, _original())
+    for owner, name in (CoreEngineProcManager, TOUCHPOINT), (async_utils, CANCEL_TOUCHPOINT):
+        found = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(found, "__wrapped__", found))
     monkeypatch.setattr("atexit.register", lambda function: None)
 
 
-def _original() -> object:
-    found = getattr(utils, TOUCHPOINT)
-    return getattr(found, "__wrapped__", found)
+class Manager:
+    """What vLLM's manager of EngineCores has."""
+
+    def __init__(self, request_timeout: float | None, alive: bool = True) -> None:
+        self.manager_stopped = threading.Event()
+        self._finalizer = SimpleNamespace(alive=alive, detach=lambda: None)
+        self._request_shutdown_timeout = request_timeout
+        self.processes: list[Any] = []
+
+    def shutdown(self, timeout: float | None) -> None:
+        getattr(CoreEngineProcManager, TOUCHPOINT)(self, timeout)
 
 
 @pytest.mark.parametrize(
-    ("request_timeout", "process_timeout", "wanted"),
+    ("request_timeout", "process_timeout", "alive", "waits"),
     [
-        (0, 0, LEAVE_SECONDS),  # the default: told to end, and killed in the same moment
-        (0, -1, LEAVE_SECONDS),
-        (0, 30, 30),
-        (0, None, None),  # vLLM's own five seconds
-        (30, 0, 0),  # requests had their time, the user's word counts
-        (30, 12.5, 12.5),
+        (0, 0, True, True),  # the default: told to end, and killed in the same moment
+        (0, -1, True, True),
+        (None, 0, True, True),
+        (0, 0, False, False),  # has ended them before
+        (0, 30, True, False),
+        (0, None, True, False),  # vLLM's own five seconds
+        (30, 0, True, False),  # requests had their time, the user's word counts
+        (30, 12.5, True, False),
     ],
 )
 def test_only_where_vllm_would_not_wait_it_waits(
-    untouched: None, request_timeout: float, process_timeout: float | None, wanted: float | None
+    untouched: None,
+    monkeypatch: pytest.MonkeyPatch,
+    request_timeout: float | None,
+    process_timeout: float | None,
+    alive: bool,
+    waits: bool,
 ) -> None:
-    wait_for_engine_cores(Config())
-    wait_for_engine_cores(Config())
-    assert getattr(utils, TOUCHPOINT)(request_timeout, process_timeout) == wanted
+    waited: list[object] = []
+    monkeypatch.setattr(shutdown, "let_leave", waited.append)
+    prepare_shutdown(Config())
+    prepare_shutdown(Config())
+    manager = Manager(request_timeout, alive)
+    manager.shutdown(process_timeout)
+    assert waited == ([manager.processes] if waits else [])
+    assert manager.manager_stopped.is_set()
+
+
+def _core(name: str, ready: Event, told: Event, left: Event) -> None:
+    """An EngineCore whose main thread is busy with something that no signal ends."""
+    multiprocessing.current_process().name = name
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+
+    def leave() -> None:
+        time.sleep(0.2)
+        left.set()
+
+    on_shutdown_signal(leave)
+    ready.set()
+    while True:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(("name", "member"), [("EngineCore_DP0", True), ("Alone", False)])
+def test_a_core_is_waited_for_until_it_has_left_and_only_if_it_shares(
+    name: str, member: bool
+) -> None:
+    ready, told, left = (SPAWN.Event() for _ in range(3))
+    core = SPAWN.Process(target=_core, args=(name, ready, told, left))
+    core.start()
+    try:
+        assert ready.wait(100)
+        let_leave([core])
+        assert (told.is_set(), left.is_set(), core.is_alive()) == (member, member, True)
+    finally:
+        core.kill()
+        core.join()
+
+
+def test_a_core_that_cannot_leave_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of this test stands for one: ``_is_member`` sees it so for ever."""
+    monkeypatch.setattr(shutdown, "_is_member", lambda pid: True)
+    core = SimpleNamespace(pid=1, is_alive=lambda: True, terminate=lambda: None)
+    begun = time.monotonic()
+    let_leave([core])
+    assert time.monotonic() - begun >= LEAVE_SECONDS
+
+
+@pytest.mark.parametrize("from_loop", [True, False])
+def test_who_tells_the_requests_is_cancelled_after_it_has_told_them(
+    untouched: None, from_loop: bool
+) -> None:
+    """vLLM hands the output handler its last message, and cancels it in the same moment."""
+    told: list[str] = []
+
+    async def tell(ends: asyncio.Queue[str]) -> None:
+        told.append(await ends.get())
+
+    async def end() -> None:
+        ends: asyncio.Queue[str] = asyncio.Queue()
+        handler = asyncio.create_task(tell(ends))
+        await asyncio.sleep(0)  # it waits
+        ends.put_nowait("dead")
+        cancel = getattr(async_utils, CANCEL_TOUCHPOINT)
+        if from_loop:
+            cancel(handler)
+        else:
+            thread = threading.Thread(target=cancel, args=(handler,))
+            thread.start()
+            thread.join()
+        await asyncio.wait([handler])
+
+    prepare_shutdown(Config())
+    asyncio.run(end())
+    assert told == ["dead"]
+
+
+def test_who_never_ends_is_cancelled_nevertheless(untouched: None) -> None:
+    async def end() -> bool:
+        handler = asyncio.create_task(asyncio.sleep(1000))
+        await asyncio.sleep(0)
+        getattr(async_utils, CANCEL_TOUCHPOINT)(handler)
+        await asyncio.wait([handler])
+        return handler.cancelled()
+
+    prepare_shutdown(Config())
+    assert asyncio.run(end())
 
 
 def test_what_engines_leave_is_removed_where_their_settings_say(
@@ -68,22 +182,20 @@ def test_what_engines_leave_is_removed_where_their_settings_say(
     for path in left:
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(path))
-    wait_for_engine_cores(Config(run_dir="/no/such/place"))
-    wait_for_engine_cores(Config(run_dir=str(run_dir), namespace="there"))
+    prepare_shutdown(Config(run_dir="/no/such/place"))
+    prepare_shutdown(Config(run_dir=str(run_dir), namespace="there"))
     shutdown.clean_up()
     assert [path.exists() for path in left] == [True, False]
 
 
-def test_vllms_manager_asks_that_function() -> None:
-    assert TOUCHPOINT in utils.CoreEngineProcManager.shutdown.__code__.co_names
-
-
-def test_a_vllm_without_that_function_is_left_as_it_is(
+def test_a_vllm_without_those_functions_is_left_as_it_is(
     untouched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(utils, TOUCHPOINT)
-    wait_for_engine_cores(Config())
-    assert not hasattr(utils, TOUCHPOINT)
+    monkeypatch.delattr(CoreEngineProcManager, TOUCHPOINT)
+    monkeypatch.delattr(async_utils, CANCEL_TOUCHPOINT)
+    prepare_shutdown(Config())
+    assert not hasattr(CoreEngineProcManager, TOUCHPOINT)
+    assert not hasattr(async_utils, CANCEL_TOUCHPOINT)
 
 
 def test_signals_of_another_process_are_not_watched() -> None:

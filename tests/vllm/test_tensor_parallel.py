@@ -16,6 +16,7 @@ from sharing_node import BLOCK_SIZE, observe
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
+from .test_weight_writes import ARGUMENTS, ENVIRONMENT, assert_computed, share_again, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -34,9 +35,9 @@ ELSEWHERE = {
 def wide(model: Path) -> Iterator[Pair]:
     """Both engines have a rank on either core.  The processes of b have their settings from
     kv_connector_extra_config."""
-    arguments = ("--tensor-parallel-size", str(RANKS), "--max-model-len", "2048")
+    arguments = ("--tensor-parallel-size", str(RANKS), "--max-model-len", "2048", *ARGUMENTS)
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with SharedNode() as node:
+    with SharedNode(ENVIRONMENT) as node:
         node.start_coordinator()
         place = {"run_dir": str(node.run_dir), "namespace": node.namespace, "verify": True}
         configured = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": place}))
@@ -75,6 +76,26 @@ def test_every_rank_imports_and_the_answer_is_that_of_a_local_hit(wide: Pair) ->
         assert seen.discarded == seen.mismatched == 0
         assert seen.loads_started == seen.loads_done == len(sent)
         assert seen.tokens.imported == seen.loaded["imported_tokens"] == blocks * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("way", ["write_weights", "write_unseen"])
+def test_weights_that_one_rank_has_written_end_what_all_share(wide: Pair, way: str) -> None:
+    node, a, b = wide
+    of_a, of_b, last = prompts(3, seed=410 + len(way))
+    for engine, prompt in ((a, of_a), (b, of_b)):
+        with node.sharing(engine, shareable(prompt)):
+            engine.complete(prompt)
+    write(wide, a, way, "7", "1")
+    assert_computed(b, of_a)
+    assert_computed(a, of_b)
+    if way == "write_unseen":
+        assert a.said("rank 1: weights were written")
+        assert not a.said("rank 0: weights were written")
+    write(wide, a, "write_weights", "")
+    share_again(wide)
+    with observe(node, b) as seen:
+        assert_bit_equal(ask_both(node, a, b, [last]))
+    assert seen.imported_blocks == shareable(last)
 
 
 def test_a_killed_rank_ends_its_engine_for_the_other(wide: Pair) -> None:

@@ -126,7 +126,7 @@ def test_an_import_makes_four_spans_in_the_requests_trace(
     peer.hold_all(prompt(6))
     sent = load_of(e)
     (load,) = sent.metadata.loads
-    now = time.monotonic()
+    now = time.time()
     times = CopyTimes(now, now + 0.25, now + 0.5)
     failed = (PieceFailure(Epoch(PEER), LoadFailure.RECLAIMED, b""),)
     bad, paths = load.targets[-2:], (CopyPath.SHM,)

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.config import Config
 from kvshm.errors import ConfigError
-from kvshm.hooks.vllm import plugin
+from kvshm.hooks.vllm import plugin, rank_weights
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.messages import RankDescription
 from kvshm.hooks.vllm.refusals import config_refusal
@@ -72,7 +72,7 @@ def test_a_rank_lies_in_the_memory_of_the_transport_and_says_so(
     transport: str,
 ) -> None:
     monkeypatch.syspath_prepend(other_package.install(tmp_path))
-    monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     planned = cache_config(config, "LBNHC", 8, LAYERS)
     side = WorkerSide(Config(transport=transport), run_dir, config, planned)

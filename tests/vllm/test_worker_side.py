@@ -24,6 +24,7 @@ from kvshm.errors import TransportError
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
+from kvshm.hooks.vllm.rank_weights import RankWeights
 from kvshm.hooks.vllm.worker import WorkerSide
 
 from ..sessions import new_namespace
@@ -59,8 +60,8 @@ def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     side = object.__new__(WorkerSide)
     side._finished, side._failed, side._bad, side._report = set(), set(), set(), RankReport(0)
     side._one_full = True
-    side._under_way = set()
-    side._described, side._attached = True, frozenset()
+    side._under_way, side._outdated, side._attached = {}, set(), frozenset()
+    side._rank, side._weights = Rank(0), RankWeights(3600, side._weights_written)
     side._could_not_open = False
     side._cache = RankHalf(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
     made = object.__new__(KvshmConnector)
@@ -130,7 +131,7 @@ def test_vllm_is_not_asked_to_call_for_every_layer(connector: KvshmConnector) ->
 
 def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -> None:
     assert connector._worker is not None
-    connector._worker._weights_change()
+    connector._worker._weights_load()
     _, _, report = step(connector, StepMetadata(1))
     assert report.weights_changed
     _, _, report = step(connector, StepMetadata(2))
@@ -145,7 +146,7 @@ def test_a_table_for_weights_that_are_gone_is_not_opened(
     side = connector._worker
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
-    side._weights_change()
+    side._weights_load()
     step(connector, StepMetadata(1))  # the one step that tells of the change
     targets = (BlockId(5), BlockId(6))
     load = LoadOrder("r", table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
@@ -164,9 +165,9 @@ def test_a_description_covers_the_changes_before_it(
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
     monkeypatch.setattr(worker, "rank_fields", lambda *_: {"weights": "w"})
-    side._transport, side._model, side._rank = side._cache.transport, Module(), Rank(0)
+    side._transport, side._weights.model = side._cache.transport, Module()
     side._kernel_blocks, side._vllm_config, side._kv_cache_config = "1", None, None
-    side._weights_change()
+    side._weights_load()
     _, _, report = step(connector, StepMetadata(1, describe=3))
     assert report.descriptions[0].fields["weights"] == "w"
     assert not report.weights_changed
@@ -190,7 +191,7 @@ def test_what_comes_up_between_quiet_steps_is_told_with_the_next(
     monkeypatch.setattr(side._cache, "attached", lambda: peers)
     assert step(connector, QuietStep(3))[2].attached == {3: peers}
     assert step(connector, QuietStep(4))[2].quiet
-    side._weights_change()
+    side._weights_load()
     assert step(connector, QuietStep(5))[2].weights_changed
     connector.hook_failed("some hook", ValueError())
     assert step(connector, QuietStep(6))[2].failed

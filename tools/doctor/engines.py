@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import permutations
-from pathlib import Path
 
 from kvshm._ground.ids import Epoch
 from kvshm._node.incompatible import differing_field
@@ -20,8 +18,6 @@ from .evidence import Evidence
 
 LIMITS = Limits()
 LAG_SECONDS = 1.0
-AHEAD_NS = 1_000_000_000
-"""Loops go round while the node is read, but not for as long."""
 NO_ENGINE = "there is no engine"
 
 
@@ -115,33 +111,17 @@ def replica_lag(seen: Evidence) -> Finding:
 
 
 def clocks(seen: Evidence) -> Finding:
-    """Time namespaces, as far as /proc shows them, and times that are yet to come."""
+    """Engines and coordinators whose times cannot be converted to this process's clock."""
     if not any(seen.reading.engines):
         return not_applicable(NO_ENGINE)
-    found = (
-        f"{engine.label} is in another time namespace"
-        for engine in seen.reading.engines
-        if engine.is_readable and (_has_other_clock(engine, seen) or _is_ahead(engine, seen))
-    )
-    return judged(found, "all engines have the clock of this process", warning)
-
-
-def _has_other_clock(engine: EngineReading, seen: Evidence) -> bool:
-    pids = (str(engine.pid_here), "self") if engine.pid_here else ()
-    known = {_time_namespace(seen.proc / pid) for pid in pids} - {""}
-    return len(known) > 1
-
-
-def _time_namespace(process: Path) -> str:
-    try:
-        return os.readlink(process / "ns/time")
-    except OSError:  # an old kernel, another user, or it has ended
-        return ""
-
-
-def _is_ahead(engine: EngineReading, seen: Evidence) -> bool:
-    latest = max((loop.last_ns for loop in engine.progress), default=0)
-    return latest > seen.reading.at_ns + AHEAD_NS
+    found = [e.label for e in seen.reading.engines if e.is_readable and not e.clock_known]
+    found += [
+        f"the coordinator of namespace {space.name}"
+        for space in seen.reading.namespaces
+        if space.coordinator_ns is None
+    ]
+    told = (f"whether {each} goes on cannot be told: no offset of a clock" for each in found)
+    return judged(told, "all times can be compared, also across time namespaces", warning)
 
 
 def pid_namespaces(seen: Evidence) -> Finding:

@@ -112,9 +112,9 @@ CHECKS = (
     ),
     Check(
         "clocks",
-        "engines of another time namespace, whose times kvshm cannot compare",
-        "run engines, coordinator and this command in one time namespace: status, top and metrics "
-        "take healthy engines for stalled, or stalled ones for healthy",
+        "engines and coordinators whose CLOCK_MONOTONIC has an offset that kvshm cannot find out",
+        "mount /proc where they and this command run: status, top and metrics cannot tell whether "
+        "they are stalled",
         engines.clocks,
     ),
     Check(

@@ -192,6 +192,11 @@ EXPORTING = (
         "Unexpected errors in kvshm's hooks; after one, kvshm is off for the engine.",
         "hook_errors",
     ),
+    _counter(
+        "weights_written",
+        "Times that ranks found weights written which nobody had announced; docs/fingerprint.md.",
+        "weights_written",
+    ),
 )
 EVENTS = (
     _counter("events_sent", "Messages of events handed to the coordinator.", "events_sent"),
@@ -243,7 +248,8 @@ HEALTH = (
     _gauge(
         "engine_check",
         "Whether an engine passes a check, 1 or 0: live (it runs and answers), ready (others can "
-        "read its blocks), progress (no loop stands still while work waits).",
+        "read its blocks), progress (no loop stands still while work waits; absent where that "
+        "cannot be told).",
         *ENGINE,
         "check",
     ),

@@ -145,7 +145,8 @@ def _add_health(found: _Found, engine: EngineReading, space: NamespaceReading, n
     for each in (*State, LEFT):
         found.add("engine_state", (*_labels(engine), str(each)), int(each == state))
     for check in ("live", "ready", "progress"):
-        found.add("engine_check", (*_labels(engine), check), int(getattr(health, check)))
+        if (passed := getattr(health, check)) is not None:
+            found.add("engine_check", (*_labels(engine), check), int(passed))
     found.add("epoch_start_timestamp_seconds", _labels(engine), engine.created_ns / SECOND_NS)
 
 
@@ -157,16 +158,17 @@ def _add_state_of_memory(found: _Found, engine: EngineReading, now_ns: int) -> N
     found.add("published_blocks", labels, blocks.ready)
     found.add("last_copy_blocks", labels, blocks.last_copies)
     found.add("leases", labels, blocks.leased)
-    oldest = min(engine.loads_since, default=now_ns)
-    age = max(now_ns - oldest, 0) / SECOND_NS
-    found.add("oldest_lease_seconds", (engine.namespace, engine.label), age)
+    if engine.clock_known:
+        oldest = min(engine.loads_since, default=now_ns)
+        age = max(now_ns - oldest, 0) / SECOND_NS
+        found.add("oldest_lease_seconds", (engine.namespace, engine.label), age)
 
 
 def _add_progress(found: _Found, engine: EngineReading, offset_ns: int) -> None:
     for loop in engine.progress:
         labels = (*_labels(engine), loop.loop)
         found.add("pending", labels, loop.pending)
-        if loop.last_ns:
+        if loop.last_ns and engine.clock_known:
             at = (loop.last_ns + offset_ns) / SECOND_NS
             found.add("last_progress_timestamp_seconds", labels, at)
 

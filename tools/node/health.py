@@ -27,6 +27,7 @@ LOAD_SECONDS = 30.0
 ALONE = "shares with nobody"
 NO_COORDINATOR = "no coordinator runs"
 """How these reasons begin."""
+CANNOT_TELL = "its clock cannot be compared with that of this process"
 
 
 class State(StrEnum):
@@ -53,10 +54,12 @@ class Health:
 
     live: bool
     ready: bool
-    progress: bool
+    progress: bool | None
+    """None: it cannot be told, as a reason says."""
     state: State
     reasons: tuple[str, ...]
-    """What is wrong, the most important first; of a healthy engine at most what it waits for."""
+    """What is wrong, the most important first; of a healthy engine at most what it waits for, and
+    what cannot be told of it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Limits:
 def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: Limits) -> Health:
     """Judge one engine of a namespace.  ``now_ns``: CLOCK_MONOTONIC of the reading."""
     dead = _why_dead(engine)
-    stalled = [] if dead else list(_stalled(engine, now_ns, limits))
+    timed = not dead and engine.clock_known
+    stalled = list(_stalled(engine, now_ns, limits)) if timed else []
     unready = [] if dead or _waits(engine) else list(_why_unready(engine, space))
     others = [] if dead else [*_alone(engine, space), *_other_faults(engine, now_ns, limits)]
     serves = not dead and not any(reason.startswith(SCHEDULER_LOOP) for reason in stalled)
@@ -81,7 +85,11 @@ def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: L
     if live and _waits(engine):
         reasons = (*reasons, "it waits for its first request, with which its ranks open the epoch")
     ready = live and not unready and not _waits(engine)
-    return Health(live, ready, live and not stalled, state, reasons)
+    progress: bool | None = timed and not stalled
+    if live and not timed:
+        progress = None
+        reasons = (*reasons, f"whether its loops go round cannot be told: {CANNOT_TELL}")
+    return Health(live, ready, progress, state, reasons)
 
 
 def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> tuple[State, str]:
@@ -93,6 +101,9 @@ def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> t
         return State.DEGRADED, f"{NO_COORDINATOR}: engines hear of no new engine"
     if not space.coordinator_answers:
         return State.DEGRADED, "coordinator stalled: it does not answer"
+    if space.coordinator_ns is None:
+        told = "coordinator answers, but whether it goes round cannot be told"
+        return State.HEALTHY, f"{told}: {CANNOT_TELL}"
     rested = _seconds(space.coordinator_ns or now_ns, now_ns)
     if rested > limits.loop:
         return State.DEGRADED, f"coordinator stalled: it has not gone round for {rested:.0f} s"
@@ -174,7 +185,8 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
 
 def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
     oldest = min(engine.loads_since, default=now_ns)
-    if (held := _seconds(oldest, now_ns)) > limits.load:
+    held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
+    if held > limits.load:
         yield f"a load holds its leases for {held:.0f} s"
     if engine.joined and engine.lease_bit is None and any(e.text == NO_BIT for e in engine.errors):
         yield NO_BIT

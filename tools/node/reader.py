@@ -19,6 +19,7 @@ from kvshm import _native
 from kvshm._ground.declined import Declined, list_declined
 from kvshm._ground.ids import Epoch
 from kvshm._ground.rundir import FoundFile, list_coordinators, list_sockets
+from kvshm._ground.time_namespace import clock_offset_ns
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served
@@ -32,6 +33,7 @@ from .reading import (
     NamespaceReading,
     NodeReading,
     PeerReading,
+    ReadersClock,
     read_peer,
     read_table,
 )
@@ -94,14 +96,16 @@ class NodeReader:
         replicas: bool = True,
         in_turn: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        clock_offset: Callable[[], int | None] = clock_offset_ns,
     ) -> None:
         """``namespace``: only this one (None: all).  ``replicas``: read ``EngineReading.peers``,
         too.  ``in_turn``: do not read all slots at each look, but in turn those of the tables
         (``EngineReading.blocks``) and, against these, one replica (``peers``): with many large
         tables a look then takes a tenth of the time.  What has not been read before is read at
-        once.  ``clock``: CLOCK_MONOTONIC in seconds."""
+        once.  ``clock``: CLOCK_MONOTONIC in seconds; ``clock_offset``: of this process."""
         self._run_dir, self._namespace = run_dir, namespace
-        self._replicas, self._in_turn, self._clock = replicas, in_turn, clock
+        self._replicas, self._in_turn = replicas, in_turn
+        self._clock, self._clock_offset = clock, clock_offset
         self._looks = 0
         self._blocks: dict[str, dict[Epoch, Blocks]] = {}
         self._mapped: dict[tuple[str, Epoch], _Mapped] = {}
@@ -227,13 +231,14 @@ class NodeReader:
         """Read the engines of a namespace; nothing of its coordinator."""
         mapped = [each for each in self._mapped.values() if each.namespace == space]
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
+        clock = ReadersClock(self._clock, self._clock_offset())
         counted = self._count(space, [each.table for each in mapped if each.table], turn)
         engines, unreadable = [], {m.epoch: m.problem for m in mapped if m.problem}
         for each in mapped:
             if each.table is None:
                 continue
             try:
-                found = read_table(space, each.table, counted[each.epoch], each.answers)
+                found = read_table(space, each.table, counted[each.epoch], each.answers, clock)
             except (KvshmError, KeyError) as exc:  # a table that makes no sense is not counted
                 unreadable[each.epoch] = f"its slot table makes no sense: {exc}"
                 continue
@@ -263,7 +268,9 @@ class NodeReader:
             return space
         answers, joined = self._ask_coordinator(space.name, space.engines)
         present = tuple(replace(e, joined=e.epoch in joined) for e in space.engines)
-        last_ns = max((e.coordinator_ns for e in present if e.joined), default=0)
+        shown = {e.coordinator_ns for e in present if e.joined}
+        known = [at for at in shown if at]  # 0: it never has; a time may lie before this clock's 0
+        last_ns = max(known, default=None if None in shown else 0)
         return replace(space, coordinator_answers=answers, coordinator_ns=last_ns, engines=present)
 
     def _ask_coordinator(
@@ -273,7 +280,8 @@ class NodeReader:
         engines in whose tables it has not shown itself lately; about nobody if there are none."""
         now, handouts = self._clock(), Handouts(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
-        fresh = {e.epoch for e in living if now - e.coordinator_ns / 1e9 < FRESH_SECONDS}
+        seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not told
+        fresh = {e.epoch for e in seen if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}
         wanted = [e.epoch for e in living if e.epoch not in fresh]
         answers, joined = bool(fresh), set(fresh)
         for epoch in wanted or ([] if fresh else [Epoch(0)]):
@@ -284,7 +292,7 @@ class NodeReader:
                 answers = answers or exc.__cause__ is None
                 continue
             except KvshmError:  # it does not answer, or has no descriptors left
-                joined |= {e.epoch for e in living if e.coordinator_ns}
+                joined |= {e.epoch for e in living if e.coordinator_ns != 0}
                 break
             answers = True
         return answers, joined

@@ -6,17 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from kvshm._ground.declined import Declined
 from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name
+from kvshm._ground.time_namespace import on_own_clock
 from kvshm._replica.index_layout import Row
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import Distribution
 from kvshm._shm.layout import RowState
-from kvshm._shm.progress import COORDINATOR_LOOP, Progress
+from kvshm._shm.progress import COORDINATOR_LOOP, SCHEDULER_LOOP, Progress
 from kvshm._shm.slot_table import SlotTableView
 from kvshm._shm.traffic import Traffic
+
+AHEAD_NS = 1_000_000_000
+"""Loops go round while the node is read, but not for as long."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,18 @@ class EngineReading:
     histograms: Mapping[str, Distribution]
     traffic: tuple[Traffic, ...]
     progress: tuple[Progress, ...]
-    """Of the loops of its own processes."""
-    coordinator_ns: int
-    """CLOCK_MONOTONIC when a coordinator that has this table last went round; 0: never."""
+    """Of the loops of its own processes, on the reader's clock."""
+    coordinator_ns: int | None
+    """When a coordinator that has this table last went round, on the reader's CLOCK_MONOTONIC; 0:
+    never; None: it cannot be told."""
     loads_since: tuple[int, ...]
-    """When its loads under way began, CLOCK_MONOTONIC in nanoseconds, the oldest first."""
+    """When its loads under way began, on the reader's CLOCK_MONOTONIC in nanoseconds, the oldest
+    first."""
     errors: tuple[LoggedError, ...]
     """The most recent last."""
+    clock_known: bool = True
+    """Whether its times are on the reader's clock; otherwise ``progress`` and ``loads_since`` are
+    on its own."""
     joined: bool = False
     """Whether it is in the coordinator's roster, as far as that can be found out."""
     pid_here: int = 0
@@ -129,9 +139,9 @@ class NamespaceReading:
     """Whether a process serves the coordinator's sockets; it may be stopped."""
     coordinator_answers: bool
     """Whether it answers, or has gone round just now."""
-    coordinator_ns: int = 0
-    """CLOCK_MONOTONIC when it last went round, as the engines in its roster show; 0 if they do
-    not."""
+    coordinator_ns: int | None = 0
+    """When it last went round, on the reader's CLOCK_MONOTONIC, as the engines in its roster show;
+    0 if they do not; None: it cannot be told."""
     engines: tuple[EngineReading, ...] = ()
     """In order of their creation."""
     ended: tuple[Epoch, ...] = ()
@@ -222,11 +232,28 @@ class NodeReading:
         return (engine for space in self.namespaces for engine in space.engines)
 
 
+@dataclass(frozen=True)
+class ReadersClock:
+    """The clock of this process, to which the times of all others are converted."""
+
+    clock: Callable[[], float]
+    """CLOCK_MONOTONIC in seconds, read after the times that are judged: this process may be stopped
+    between two of its reads."""
+    offset_ns: int | None
+    """Of this process (kvshm/_ground/time_namespace.py); None: not known."""
+
+    def converted(self, time_ns: int, offset_ns: int | None) -> int | None:
+        """A time of a process with this offset; None if it cannot be told.  A time that is yet to
+        come cannot have that offset."""
+        here = on_own_clock(time_ns, offset_ns, self.offset_ns)
+        return None if here is None or here > self.clock() * 1e9 + AHEAD_NS else here
+
+
 def read_table(
-    namespace: str, table: SlotTableView, blocks: Blocks, answers: bool
+    namespace: str, table: SlotTableView, blocks: Blocks, answers: bool, clock: ReadersClock
 ) -> EngineReading:
     """Read everything of a table but its blocks.  Raises KvshmError."""
-    *loops, coordinator = sorted(table.progress(), key=lambda loop: loop.loop == COORDINATOR_LOOP)
+    times = _read_times(table, clock)
     return EngineReading(
         namespace=namespace,
         epoch=Epoch(table.epoch),
@@ -247,11 +274,33 @@ def read_table(
         counters=table.counters.snapshot(),
         histograms=table.histograms.snapshot(),
         traffic=tuple(table.traffic.read()),
-        progress=tuple(loops),
-        coordinator_ns=coordinator.last_ns,
-        loads_since=tuple(table.loads_since()),
+        progress=times.progress,
+        coordinator_ns=times.coordinator_ns,
+        loads_since=times.loads_since,
+        clock_known=times.known,
         errors=tuple(table.errors()),
     )
+
+
+class _Times(NamedTuple):
+    progress: tuple[Progress, ...]
+    loads_since: tuple[int, ...]
+    known: bool
+    """Whether these are on the reader's clock."""
+    coordinator_ns: int | None
+
+
+def _read_times(table: SlotTableView, clock: ReadersClock) -> _Times:
+    *loops, last = sorted(table.progress(), key=lambda loop: loop.loop == COORDINATOR_LOOP)
+    coordinator = clock.converted(last.last_ns, last.clock_offset_ns) if last.last_ns else 0
+    since = table.loads_since()
+    of_scheduler = next(loop.clock_offset_ns for loop in loops if loop.loop == SCHEDULER_LOOP)
+    begun = [clock.converted(at, of_scheduler) for at in since]
+    went = [clock.converted(e.last_ns, e.clock_offset_ns) if e.last_ns else 0 for e in loops]
+    if None in begun or None in went:
+        return _Times(tuple(loops), tuple(since), False, coordinator)
+    here = (e._replace(last_ns=at or 0) for e, at in zip(loops, went, strict=True))
+    return _Times(tuple(here), tuple(at or 0 for at in begun), True, coordinator)
 
 
 def read_peer(row: Row, missing: tuple[int, float] | None) -> PeerReading:

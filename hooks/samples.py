@@ -1,0 +1,216 @@
+"""Samples of tensors, by which a later look finds that somebody has written into them.
+
+A full read of a model's weights takes seconds, a look at samples a millisecond.  A grid of up to
+1,024 places of every tensor is read once; each look compares one row of it, 64 places, and
+the next look the next row.  Where the grid begins is random, and a row's places are an odd number
+of elements apart, so that they fall into different columns of a matrix.
+
+    look 0   x . . . . x . . . . x . . . .        one row of each tensor, read by one
+    look 1   . x . . . . x . . . . x . . .        operation for all tensors of a part
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, groupby
+from typing import Any, TypeAlias
+
+import torch
+
+from .weights import Place, digest_tensors, outermost_first, where
+
+LOOKS = 16
+"""Rows of the grid: after so many looks every place of it has been compared."""
+PER_LOOK = 64
+"""Places of a tensor in one row; a tensor with up to four times as many is compared as a whole."""
+PART = 64
+"""Tensors that one look reads at a time: in a serving process it holds the interpreter for a
+tenth of a millisecond."""
+EQUAL_WRITES = 3
+"""How often a tensor may be written without a change before torch's counter of its writes is no
+longer heeded: something writes the same values again and again."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Samples:
+    """Samples of all tensors that stand in some places, taken when it is made.
+
+    Used by one thread at a time.  Holds the tensors, so what it reads stays mapped, except by an
+    allocator that unmaps memory in use (sleep mode): never look while that may happen.  Raises
+    whatever torch raises for a tensor that cannot be sampled.
+    """
+
+    def __init__(self, places: Iterable[Place], random: Callable[[], float]) -> None:
+        """``random`` returns numbers from 0 to 1."""
+        self._places = list(places)
+        found = {id(p.value): p for p in reversed(self._places) if _has_elements(p.value)}
+        tensors = sorted(((p.name, p.value) for p in found.values()), key=_kind)
+        self._digests: dict[object, bytes] = {}
+        # A step may run in inference mode, and a later look, outside it, could not write into
+        # tensors that were made in it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.parts = [
+                _Part(chosen, random)
+                for _, alike in groupby(tensors, _kind)
+                for chosen in _in_parts(list(alike))
+            ]
+        self._row = self._next = 0
+
+    def digested(self, digests: dict[object, bytes]) -> None:
+        """Take what ``digest_tensors`` says of each tensor after the samples were taken."""
+        self._digests = digests
+
+    def look(self) -> str:
+        """Compare the next part.  Returns the name of the first tensor found that was written or
+        replaced, empty if there is none."""
+        if self._next == 0:
+            for name, holder, key, value in self._places:
+                if holder is not None and holder.get(key) is not value:
+                    return name
+        if not self.parts:
+            return ""
+        found = self.parts[self._next].look(self._row, self._digests)
+        self._next = (self._next + 1) % len(self.parts)
+        self._row = (self._row + (self._next == 0)) % LOOKS
+        return found
+
+    def look_at_all(self) -> str:
+        """As ``look``, for all parts."""
+        self._next = 0
+        looks = (self.look() for _ in range(max(1, len(self.parts))))
+        return next(filter(None, looks), "")
+
+
+class _Part:
+    """Tensors of one device whose elements have one size."""
+
+    def __init__(self, named: Sequence[tuple[str, Any]], random: Callable[[], float]) -> None:
+        self._names = [name for name, _ in named]
+        self._tensors: list[torch.Tensor] = [tensor for _, tensor in named]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._writes = [tensor._version for tensor in self._counting]
+        self._equal_writes: Counter[int] = Counter()
+        rows = [_rows_of(tensor.detach(), random()) for tensor in self._tensors]
+        self._holes = [(i, row_of) for i, row_of in enumerate(rows) if callable(row_of)]
+        self._rows = [[_at(each, row) for each in rows] for row in range(LOOKS)]
+        self._ends = list(accumulate(map(len, self._rows[0])))
+        some = self._tensors[0]
+        self._reader = _reader(some.device, _WORDS[_size(some)], self._ends[-1])
+        self._known = torch.stack([self._read(row).clone() for row in range(LOOKS)])
+
+    def look(self, row: int, digests: dict[object, bytes]) -> str:
+        """Return the name of the first tensor that differs, empty if there is none."""
+        # First: the memory of a tensor whose storage was emptied is gone.
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            pairs = zip(self._names, addresses, self._addresses, strict=True)
+            return next(name for name, now, before in pairs if now != before)
+        now, known = self._read(row), self._known[row]
+        if not torch.equal(now, known):
+            return self._names[bisect_right(self._ends, int((now != known).nonzero()[0]))]
+        if [tensor._version for tensor in self._counting] != self._writes:
+            return self._counted(digests)
+        return ""
+
+    def _counted(self, digests: dict[object, bytes]) -> str:
+        """torch has counted writes: return the name of a tensor that they changed, or empty.
+        Blocks while the tensors that were written are read as a whole."""
+        for place, tensor in enumerate(self._counting):
+            writes = tensor._version
+            if writes == self._writes[place]:
+                continue
+            self._writes[place] = writes
+            if self._equal_writes[place] > EQUAL_WRITES:
+                continue
+            now: dict[object, bytes] = {}
+            digest_tensors([("", tensor.detach())], now)
+            if digests.get(at := where(tensor)) != now[at]:
+                return next(
+                    n for n, t in zip(self._names, self._tensors, strict=True) if t is tensor
+                )
+            self._equal_writes[place] += 1
+        return ""
+
+    def _read(self, row: int) -> torch.Tensor:
+        views = self._rows[row]
+        for place, row_of in self._holes:
+            views[place] = row_of(row)
+        with torch.no_grad():
+            return self._reader(views)
+
+
+Rows: TypeAlias = Sequence[torch.Tensor] | Callable[[int], torch.Tensor]
+"""Each row of a tensor's grid: views or, if the tensor has holes, what copies them."""
+
+
+def _at(rows: Rows, row: int) -> torch.Tensor:
+    return rows(row) if callable(rows) else rows[row]
+
+
+def _rows_of(tensor: torch.Tensor, start: float) -> Rows:
+    """Return the rows of the tensor's grid.  ``start``: where the grid begins, from 0 to 1."""
+    ordered = outermost_first(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    words = ordered.view(_WORDS[ordered.element_size()])
+    size = words.numel()
+    per = size if size <= 4 * PER_LOOK else min(PER_LOOK, size // (2 * LOOKS))
+    apart = (size // per - 1) | 1
+    rows_apart = 0 if per == size else apart // LOOKS
+    first = int(start * (size - (per - 1) * apart - (LOOKS - 1) * rows_apart))
+    shape, strides = (LOOKS, per), (rows_apart, apart)
+    if words.is_contiguous():
+        views: tuple[torch.Tensor, ...]
+        views = words.as_strided(shape, strides, words.storage_offset() + first).unbind()
+        return views
+    every = torch.arange(size, device=words.device)
+    index = every.as_strided(shape, strides, first).contiguous()
+    return lambda row: torch.take(words, index[row])
+
+
+def _reader(
+    device: torch.device, word: torch.dtype, size: int
+) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Return what gathers views into one tensor of this process."""
+    gathered = torch.empty(size, dtype=word, device=device)
+    if device.type == "cpu":
+        return lambda views: torch.cat(views, out=gathered)
+    return _OnDevice(gathered)
+
+
+class _OnDevice:
+    """Gathers on a device by one operation on a stream of its own, copies to pinned memory and
+    waits for that: nothing else on the device waits, and no other thread."""
+
+    def __init__(self, gathered: torch.Tensor) -> None:
+        self._gathered = gathered
+        self._stream = torch.cuda.Stream(gathered.device)
+        self._copied = torch.cuda.Event(blocking=True)
+        self._here = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+
+    def __call__(self, views: list[torch.Tensor]) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            torch.cat(views, out=self._gathered)
+            self._here.copy_(self._gathered, non_blocking=True)
+            self._copied.record()
+        self._copied.synchronize()
+        return self._here
+
+
+def _has_elements(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes of one word that is compared."""
+    size: int = tensor.element_size()
+    return size // (2 if tensor.is_complex() else 1)
+
+
+def _kind(named: tuple[str, Any]) -> tuple[str, int]:
+    return str(named[1].device), _size(named[1])
+
+
+def _in_parts(tensors: list[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
+    return (tensors[first : first + PART] for first in range(0, len(tensors), PART))

@@ -1,0 +1,48 @@
+"""What is said and counted of weights that may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvshm._ground.log import logger
+from kvshm.halves import WEIGHTS_WRITTEN, SchedulerHalf
+
+log = logger(__name__)
+
+MOST_NAMED = 100
+"""Calls that the log names, each once."""
+
+
+class WeightChanges:
+    """One engine's changes of weights.  Scheduler's thread."""
+
+    def __init__(self, cache: SchedulerHalf) -> None:
+        self._cache = cache
+        self._named: set[str] = set()
+        self._written = 0
+        self._found: list[str] = []
+        """What the next epoch is to record."""
+
+    def called(self, call: str) -> None:
+        """Somebody calls the ranks, and the call may write weights."""
+        if call in self._named or len(self._named) >= MOST_NAMED:
+            return
+        self._named.add(call)
+        log.info(
+            "%s of all ranks may write weights: the blocks computed so far are withdrawn, and the "
+            "weights are digested anew; if it only reads, name it in KVSHM_READ_ONLY_CALLS",
+            call,
+        )
+
+    def found(self, written: Mapping[int, str]) -> None:
+        """Ranks have found that these parameters were written."""
+        self._written += len(written)
+        self._found += [f"rank {rank}: weights written: {name}" for rank, name in written.items()]
+
+    def epoch_began(self) -> None:
+        """Carry over what the epochs before have counted: each has counters of its own."""
+        if self._written:
+            self._cache.count(WEIGHTS_WRITTEN, self._written)
+        for text in self._found:
+            self._cache.log_error(text)
+        self._found.clear()

@@ -1,0 +1,79 @@
+"""What a test run has started ends with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from .processes import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+NEVER_ENDS = str(Path(__file__).with_name("never_ends.py"))
+
+
+def ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def mapping(file: str) -> list[int]:
+    """Who has mapped a file."""
+    maps = ((pid, Path(f"/proc/{pid}/maps")) for pid in os.listdir("/proc") if pid.isdigit())
+    found = []
+    for pid, path in maps:
+        with suppress(OSError):
+            if file in path.read_text():
+                found.append(int(pid))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("told", "number", "side_by_side"),
+    [
+        ("run", signal.SIGTERM, False),
+        ("run", signal.SIGKILL, False),
+        ("run", signal.SIGKILL, True),
+        ("worker", signal.SIGKILL, True),
+    ],
+    ids=["terminated", "killed", "controller killed", "worker killed"],
+)
+def test_nothing_of_it_stays(
+    told: str, number: signal.Signals, side_by_side: bool, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    arguments = (
+        "-p",
+        "no:cacheprovider",
+        *(("-n", "1", "--max-worker-restart=0") if side_by_side else ("-p", "no:xdist")),
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *arguments, NEVER_ENDS],
+        env={**os.environ, "SAYS_WHO_RUNS": str(said)},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pidfds = []
+    try:
+        wait_until(lambda: said.exists() or run.poll() is not None, "its processes run")
+        run_dir, file, worker, *pids = said.read_text().split()
+        pidfds = [os.pidfd_open(pid) for pid in (*map(int, pids), *mapping(file))]
+        assert len(pidfds) == 4
+        os.kill(run.pid if told == "run" else int(worker), number)
+        wait_until(lambda: all(map(ended, pidfds)), "all have ended")
+        left = [Path(run_dir), Path(file)]
+        wait_until(lambda: not any(path.exists() for path in left), "what they left is removed")
+    finally:
+        for pidfd in pidfds:
+            if not ended(pidfd):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        run.terminate()
+        run.wait(PATIENCE_SECONDS)

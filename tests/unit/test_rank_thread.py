@@ -1,0 +1,42 @@
+"""A rank whose load thread has ended, which nothing is known to bring about."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshm._rank.rank_half import RankHalf
+from kvshm._rank.rank_load import RankLoad
+
+from ..waiting import until
+from .exporters import Make
+from .test_rank import cache, load_of, opened, own, piece_of, reports, transport
+
+__all__ = ["cache", "opened", "own", "transport"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is to die
+def test_a_load_that_a_dead_load_thread_has_left_ends_when_it_is_cancelled(
+    opened: RankHalf, exporter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request would wait for ever."""
+    peer = exporter()
+    go_round = opened._go_round
+
+    def dies(active: list[RankLoad]) -> list[RankLoad]:
+        monkeypatch.setattr(opened, "_go_round", go_round)
+        opened._arrived(1.0)
+        raise SystemExit
+
+    monkeypatch.setattr(opened, "_go_round", dies)
+    for name in ("left", "queued"):
+        opened.begin_load(load_of(piece_of(peer, len(name)), name=name))
+    until(lambda: not opened._thread.is_alive())
+    assert opened.poll() == []
+    for name in ("left", "queued"):
+        opened.cancel(name)
+    found = reports(opened, 2)
+    assert {name: set(report.bad) for name, report in found.items()} == {
+        "left": {14},
+        "queued": {16},
+    }
+    assert opened.poll() == []

@@ -1,0 +1,72 @@
+"""The offset of a process's clock, as the kernel tells it, and times of processes with others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvshm._ground.time_namespace import clock_offset_ns, on_own_clock
+
+SECOND = 1_000_000_000
+
+
+def proc(
+    at: Path, told: str | None, namespace: str = "time:[7]", children: str = "time:[7]"
+) -> Path:
+    """A process's directory in /proc, as far as it tells of time."""
+    (at / "ns").mkdir(parents=True)
+    if told is not None:
+        (at / "timens_offsets").write_text(told)
+    if namespace:
+        (at / "ns/time").symlink_to(namespace)
+        (at / "ns/time_for_children").symlink_to(children)
+    return at
+
+
+@pytest.mark.parametrize(
+    ("told", "offset"),
+    [
+        ("monotonic           0         0\nboottime            0         0\n", 0),
+        ("monotonic        -200         0\nboottime         -100         0\n", -200 * SECOND),
+        ("monotonic       40000        25\nboottime            0         0\n", 40000 * SECOND + 25),
+        ("monotonic          -3 500000000\nboottime            0         0\n", -2_500_000_000),
+        ("1 12 5\n7 0 0\n", 12 * SECOND + 5),
+        ("boottime            0         0\n", None),
+        ("nonsense", None),
+        ("monotonic many 0\n", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_offset_is_what_the_kernel_tells(tmp_path: Path, told: str, offset: int | None) -> None:
+    assert clock_offset_ns(proc(tmp_path / "self", told)) == offset
+
+
+def test_where_it_is_not_told(tmp_path: Path) -> None:
+    zero = "monotonic 0 0\nboottime 0 0\n"
+    assert clock_offset_ns(proc(tmp_path / "old kernel", None, namespace="")) == 0
+    assert clock_offset_ns(proc(tmp_path / "hidden", None)) is None
+    assert clock_offset_ns(tmp_path / "not mounted") is None
+    unshared = proc(tmp_path / "unshared", zero, children="time:[8]")
+    assert clock_offset_ns(unshared) is None, "these are the offsets of its children"
+
+
+def test_this_process_is_told() -> None:
+    offset = clock_offset_ns()
+    assert offset is not None
+    program = "from kvshm._ground.time_namespace import clock_offset_ns as f; print(f())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == str(offset)
+    assert time.monotonic_ns() - offset > 0
+
+
+@pytest.mark.parametrize("theirs", [-200 * SECOND, 0, 40_000 * SECOND])
+@pytest.mark.parametrize("own", [-150 * SECOND, 0, 300 * SECOND])
+def test_a_time_is_converted_exactly(theirs: int, own: int) -> None:
+    machine = 1000 * SECOND + 1
+    assert on_own_clock(machine + theirs, theirs, own) == machine + own
+    assert on_own_clock(machine, None, own) is None
+    assert on_own_clock(machine, theirs, None) is None

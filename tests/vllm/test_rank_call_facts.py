@@ -1,0 +1,69 @@
+"""What kvshm relies on in vLLM where the ranks are called from outside (docs/vllm-facts.md)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.gpu_worker import Worker
+
+from kvshm.hooks.vllm.rank_calls import HARMLESS
+
+from .test_private_facts import in_order
+
+
+def test_calls_of_the_ranks_pass_the_executor() -> None:
+    in_order(LLMEngine.apply_model, 'self.collective_rpc("apply_model"')
+    in_order(EngineCore.collective_rpc, "self.model_executor.collective_rpc(")
+    for executor in (Executor, UniProcExecutor, MultiprocExecutor):
+        calls = re.findall(r"(\w+)\.collective_rpc\(", inspect.getsource(executor))
+        assert set(calls) <= {"self"}
+    in_order(MultiprocExecutor.collective_rpc, "self.rpc_broadcast_mq.enqueue(", "if non_block")
+    in_order(FutureWrapper.result, "self.futures_queue.pop()", "_wait_for_response()")
+    in_order(UniProcExecutor.collective_rpc, "run_method(self.driver_worker, method, args, kwargs)")
+    in_order(WorkerProc.worker_busy_loop, "while True", "_execute_worker_rpc(", "dequeue(")
+
+
+WRITING = {
+    "apply_model", "checkpoint_prepare", "checkpoint_restore", "discard", "elastic_ep_execute",
+    "finish_weight_update", "init_weight_transfer_engine", "reinitialize_distributed",
+    "reload_weights", "reset_weights",
+    "shutdown_weight_transfer_engine", "sleep", "start_draft_weight_update", "start_weight_update",
+    "update_weights", "wake_up",
+}  # fmt: skip
+"""Calls that end what is shared: they write weights, unmap them, or nobody knows."""
+STARTING = {
+    "adjust_rank", "compile_or_warm_up_model", "determine_available_memory", "init_device",
+    "init_worker", "initialize_from_config", "load_model", "set_kv_cache_layout",
+    "update_environment_variables", "update_max_model_len",
+}  # fmt: skip
+"""Calls that come before the connector has started."""
+
+
+def test_harmless_calls_are_methods_that_vllm_has() -> None:
+    root, called = Path(vllm.__file__).parent, set()
+    for folder in ("v1", "entrypoints", "engine", "distributed", "snapshot", "model_executor"):
+        for file in (root / folder).rglob("*.py"):
+            called |= set(re.findall(r'collective_rpc\(\s*"(\w+)"', file.read_text()))
+    assert called >= {"execute_model", "sleep", "update_weights"}, "they are called another way"
+    assert called <= HARMLESS.keys() | WRITING | STARTING
+    assert not HARMLESS.keys() & (WRITING | STARTING)
+    missing = [name for name in HARMLESS if not hasattr(Worker, name)]
+    assert missing == []
+
+
+def test_weights_sleep_and_wake_by_methods_of_these_names() -> None:
+    in_order(Worker.sleep, "sleep_mode_backend.suspend(")
+    in_order(Worker.discard, "sleep_mode_backend.discard(")
+    in_order(Worker.wake_up, "sleep_mode_backend.resume(")

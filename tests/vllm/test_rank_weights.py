@@ -1,0 +1,223 @@
+"""A rank whose weights are written: what it withdraws at once, and what it tells with the next
+step.  Its memory and its peers are played, everything else is real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from kvshm._ground.ids import Rank
+from kvshm._ground.syncpoints import SyncPoint
+from kvshm._rank import rank_load
+from kvshm._rank.rank_half import RankHalf
+from kvshm._shm.counters import WEIGHTS_WRITTEN
+from kvshm.hooks.vllm import worker
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.messages import QuietStep, RankReport, StepMetadata
+from kvshm.hooks.vllm.rank_weights import RankWeights
+from kvshm.hooks.vllm.weights import watch_weights, weights_digest
+from kvshm.hooks.vllm.worker import WorkerSide
+
+from ..unit.conftest import clock, exporter, namespace, served
+from ..unit.exporters import Make
+from ..unit.served import AnyTable
+from ..unit.test_rank import cache, load_of, own, piece_of, transport
+from ..waiting import until
+from .conftest import Lines
+from .test_witness import layer
+from .test_worker_side import step
+
+__all__ = ["cache", "clock", "exporter", "namespace", "own", "served", "transport"]
+
+SECONDS = 0.01
+
+
+@pytest.fixture
+def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConnector]:
+    """A worker's connector with a model; its witness looks every ten milliseconds."""
+    monkeypatch.setattr(
+        worker, "rank_fields", lambda c, k, model, each: {"weights": weights_digest(model, each)}
+    )
+    side = object.__new__(WorkerSide)
+    side._finished, side._failed, side._bad, side._report = set(), set(), set(), None
+    side._one_full, side._under_way, side._outdated = True, {}, set()
+    side._attached, side._could_not_open, side._rank = frozenset(), False, Rank(0)
+    side._cache, side._kernel_blocks = cache, "1"
+    side._transport = cache.transport
+    side._vllm_config = side._kv_cache_config = None
+    side._weights = RankWeights(SECONDS, side._weights_written)
+    side._weights.model = layer()
+    monkeypatch.setattr(cache.transport, "export", lambda _: None, raising=False)
+    made = object.__new__(KvshmConnector)
+    made.strict, made._scheduler, made._worker, made._connector_metadata = True, None, side, None
+    yield made
+    side._weights.close()
+
+
+@pytest.fixture
+def sharing(rank: KvshmConnector, own: AnyTable) -> KvshmConnector:
+    """The rank in an epoch."""
+    step(rank, StepMetadata(1, describe=1))
+    step(rank, StepMetadata(2, open_epoch=own.epoch))
+    assert own.life(0) == own.epoch
+    return rank
+
+
+def side_of(connector: KvshmConnector) -> WorkerSide:
+    assert connector._worker is not None
+    return connector._worker
+
+
+def write(connector: KvshmConnector) -> None:
+    """Write the weights so that nobody hears of it."""
+    model = side_of(connector)._weights.model
+    assert model is not None
+    model.weight.data.add_(1)
+
+
+def said(connector: KvshmConnector, metadata: StepMetadata) -> RankReport:
+    report = step(connector, metadata)[2]
+    assert isinstance(report, RankReport)
+    return report
+
+
+def test_a_write_is_withdrawn_at_once_though_no_step_comes(
+    sharing: KvshmConnector, own: AnyTable, lines: Lines
+) -> None:
+    assert said(sharing, QuietStep(3)).quiet
+    write(sharing)
+    until(lambda: own.life(0) == 0)
+    until(lambda: own.counters.read(WEIGHTS_WRITTEN) == 1)
+    until(lambda: own.errors())
+    assert own.errors()[0].text == "rank 0: weights written: weight"
+    (line,) = [line for line in lines if "written" in line]
+    assert "rank 0" in line
+    assert "found in weight" in line
+
+
+def test_the_next_step_tells_of_it_once(sharing: KvshmConnector, own: AnyTable) -> None:
+    write(sharing)
+    until(lambda: own.life(0) == 0)
+    report = said(sharing, QuietStep(3))
+    assert (report.written, report.weights_changed) == ({0: "weight"}, True)
+    assert side_of(sharing)._cache.table is None  # type: ignore[union-attr]
+    assert said(sharing, QuietStep(4)).quiet
+
+
+def test_a_description_after_it_begins_anew(sharing: KvshmConnector, own: AnyTable) -> None:
+    write(sharing)
+    until(lambda: own.life(0) == 0)
+    report = said(sharing, StepMetadata(3, describe=2))
+    assert (report.written, report.weights_changed) == ({0: "weight"}, False)
+    said(sharing, StepMetadata(4, open_epoch=own.epoch))
+    assert own.life(0) == own.epoch
+    write(sharing)
+    until(lambda: own.life(0) == 0)
+
+
+def test_no_epoch_is_opened_for_weights_that_were_written_since_the_digest(
+    rank: KvshmConnector, own: AnyTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(rank)
+    side._weights._witness._seconds = 3600.0
+    step(rank, StepMetadata(1, describe=1))
+    write(rank)
+    report = said(rank, StepMetadata(2, open_epoch=own.epoch))
+    assert (report.written, report.weights_changed) == ({0: "weight"}, True)
+    assert own.life(0) == 0
+
+
+def test_a_write_found_while_an_epoch_is_opened_ends_it(
+    rank: KvshmConnector, own: AnyTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The witness's thread found nothing to withdraw yet."""
+    side = side_of(rank)
+    assert side._cache is not None
+    open_epoch = side._cache.open_epoch
+
+    def found_meanwhile(epoch: int) -> None:
+        side._weights._found("weight")
+        open_epoch(epoch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(side._cache, "open_epoch", found_meanwhile)
+    step(rank, StepMetadata(1, describe=1))
+    assert said(rank, StepMetadata(2, open_epoch=own.epoch)).written == {0: "weight"}
+    assert own.life(0) == 0
+
+
+@pytest.mark.parametrize("way", ["announced", "found"])
+def test_imports_under_way_bring_nothing(
+    sharing: KvshmConnector,
+    own: AnyTable,
+    exporter: Make,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither those whose blocks are copied and checked, nor those that are being copied."""
+    side, peer = side_of(sharing), exporter()
+    assert side._cache is not None
+    copied: list[str] = []
+    monkeypatch.setattr(rank_load, "sync_point", lambda p: copied.append(p))
+    arrived, later = (load_of(piece_of(peer, block), name=f"{block}") for block in (1, 2))
+    side.begin_loads(StepMetadata(3, loads=[arrived]))
+    until(lambda: side._cache is not None and len(side._cache._reports) == 1)
+    assert side._cache._reports[0].bad == ()
+    if way == "announced":
+        side.weights_change()
+    else:
+        write(sharing)
+        until(lambda: own.life(0) == 0)
+    finished, bad, report = step(sharing, StepMetadata(4, loads=[later]))
+    loads = list(report.loads)
+    while len(finished) < 2:
+        more, worse, told = step(sharing, StepMetadata(5))
+        finished, bad, loads = finished | more, bad | worse, [*loads, *told.loads]
+    assert bad == {*arrived.targets, *later.targets}
+    assert {load.load_id: load.bad for load in loads} == {"1": (11,), "2": (12,)}
+    assert SyncPoint.COPIED in copied
+
+
+def test_vllms_own_writers_are_known_before_they_write(sharing: KvshmConnector) -> None:
+    """Called in the rank itself, past vLLM's executor."""
+    side = side_of(sharing)
+
+    class Runner:
+        def reload_weights(self) -> str:
+            write(sharing)
+            return "reloaded"
+
+    runner = Runner()
+    watch_weights([runner], side._weights_load)
+    assert runner.reload_weights() == "reloaded"
+    report = said(sharing, StepMetadata(3))
+    assert (report.written, report.weights_changed) == ({}, True)
+
+
+@pytest.mark.parametrize("method", ["sleep", "discard", "wake_up"])
+def test_nothing_looks_at_weights_that_sleep(sharing: KvshmConnector, method: str) -> None:
+    side = side_of(sharing)
+    looked: list[bool] = []
+
+    class Worker:
+        """Of which vLLM unmaps the weights."""
+
+    worker_ = Worker()
+    setattr(worker_, method, lambda: looked.append(side._weights._witness._samples is not None))
+    watch_weights([worker_], side._weights_load)
+    getattr(worker_, method)()
+    assert looked == [False]
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_weights_that_cannot_be_sampled_are_not_shared(rank: KvshmConnector, kind: str) -> None:
+    side = side_of(rank)
+    assert side._weights.model is not None
+    odd = torch.empty(9, device="meta") if kind == "meta" else torch.zeros(9).to_sparse()
+    side._weights.model.register_buffer("odd", odd)
+    assert "the weights cannot be sampled" in side.describe().refusal
+    assert side._weights._witness._samples is None

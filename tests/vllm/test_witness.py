@@ -1,0 +1,286 @@
+"""The weights' witness: what samples of tensors notice, and when they are not looked at."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kvshm.hooks.samples import EQUAL_WRITES, LOOKS, PER_LOOK, Samples
+from kvshm.hooks.vllm.weights import weight_places, weights_digest
+from kvshm.hooks.witness import WeightWitness
+
+from .test_weights import Packed
+
+DTYPES = [
+    torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.uint8,
+    torch.int64, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def layer(width: int = 96, dtype: torch.dtype = torch.bfloat16, seed: int = 3) -> torch.nn.Module:
+    made = torch.nn.Module()
+    torch.manual_seed(seed)
+    weight = (torch.randn(2 * width, width) * 3).to(dtype)
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    made.register_buffer("scale", torch.tensor(0.5))
+    made.register_parameter("bias", None)
+    return made
+
+
+def sampled(model: torch.nn.Module, start: float = 0.3) -> Samples:
+    samples = Samples(weight_places(model), lambda: start)
+    digests: dict[object, bytes] = {}
+    weights_digest(model, digests)
+    samples.digested(digests)
+    return samples
+
+
+def found(samples: Samples, looks: int = LOOKS) -> str:
+    """What so many looks at all tensors find first."""
+    return next(filter(None, (samples.look_at_all() for _ in range(looks))), "")
+
+
+def test_nothing_is_found_and_nothing_changes_while_nobody_writes() -> None:
+    model, untouched = layer(), layer()
+    assert found(sampled(model), 3 * LOOKS) == ""
+    assert torch.equal(model.weight, untouched.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_full_write_past_torchs_counter_is_found_at_once(dtype: torch.dtype) -> None:
+    model = layer(dtype=dtype)
+    samples, version = sampled(model), model.weight._version
+    other = (torch.randn(model.weight.shape) * 3).to(dtype)
+    model.weight.data.copy_(~other if dtype is torch.bool else other)
+    assert model.weight._version == version
+    assert samples.look_at_all() == "weight"
+
+
+def test_a_step_of_an_optimiser_in_low_precision_is_found_at_once() -> None:
+    """It changes few elements of each tensor: most steps are smaller than half of the last bit."""
+    model = torch.nn.Sequential(*(layer(128, seed=seed) for seed in range(24)))
+    samples = sampled(model)
+    before = [each.weight.clone() for each in model]
+    for each in model:
+        each.weight.data.add_(torch.randn(each.weight.shape).sign() * 1e-4)
+    changed = sum((a.weight != b).sum().item() for a, b in zip(model, before, strict=True))
+    assert 0 < changed < 0.02 * sum(b.numel() for b in before)
+    assert samples.look_at_all()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "with holes"])
+def test_every_place_of_the_grid_is_compared_within_its_looks(kind: str) -> None:
+    model = torch.nn.Module()
+    plain = torch.zeros(700, 300)
+    kinds = {"contiguous": plain, "transposed": plain.t(), "with holes": plain[::2, ::3]}
+    model.weight = torch.nn.Parameter(kinds[kind], requires_grad=False)
+    noticed, step = 0, ((model.weight.numel() // PER_LOOK - 1) | 1) // LOOKS
+    for place in range(3 * step):  # three places of the grid lie among so many neighbours
+        samples = sampled(model, start=0.0)
+        where = divmod(place, model.weight.shape[1] if kind != "transposed" else 300)
+        target = model.weight.data.t() if kind == "transposed" else model.weight.data
+        target[where] = 1.0
+        noticed += found(samples) == "weight"
+        target[where] = 0.0
+    assert noticed == 3
+
+
+def test_a_run_longer_than_the_grid_is_wide_is_always_found() -> None:
+    """As a row of a matrix, or an adapter merged into one of many layers."""
+    model = layer(512)
+    width = model.weight.numel() // (LOOKS * PER_LOOK)
+    for first in range(0, 5 * width, 37):
+        samples = sampled(model)
+        model.weight.data.view(-1)[first + width : first + 2 * width] += 1
+        assert found(samples) == "weight"
+        model.weight.data.view(-1)[first + width : first + 2 * width] -= 1
+
+
+def test_small_tensors_are_compared_as_a_whole() -> None:
+    model = layer()
+    model.norm = torch.nn.Parameter(torch.zeros(4 * PER_LOOK), requires_grad=False)
+    samples = sampled(model)
+    model.norm.data[-1] = 1e-9
+    assert samples.look_at_all() == "norm"
+
+
+def test_a_single_element_is_found_at_once_if_torch_counts_the_write() -> None:
+    model = layer(512)
+    samples = sampled(model)
+    model.weight[77, 5] += 1
+    assert samples.look_at_all() == "weight"
+
+
+def test_the_same_values_written_again_are_no_change() -> None:
+    """And something that writes them in each step is not read as a whole for ever."""
+    model = layer()
+    samples = sampled(model)
+    for _ in range(3 * EQUAL_WRITES):
+        model.weight.copy_(model.weight.clone())
+        assert samples.look_at_all() == ""
+    model.weight.data.add_(1)
+    assert samples.look_at_all() == "weight"
+
+
+def replaced(model: torch.nn.Module) -> None:
+    model.weight = torch.nn.Parameter(model.weight.clone(), requires_grad=False)
+
+
+def other_memory(model: torch.nn.Module) -> None:
+    model.weight.data = model.weight.clone()
+
+
+def removed(model: torch.nn.Module) -> None:
+    model.weight = None
+
+
+@pytest.mark.parametrize("exchange", [replaced, other_memory, removed])
+def test_exchanged_weights_are_found(exchange: Callable[[torch.nn.Module], None]) -> None:
+    model = layer()
+    samples = sampled(model)
+    exchange(model)
+    assert samples.look_at_all() == "weight"
+
+
+def test_weights_that_two_modules_share_are_found_by_either_name() -> None:
+    model = torch.nn.Sequential(layer(), layer())
+    model[1].weight = model[0].weight
+    samples = sampled(model)
+    model[0].weight.copy_(model[0].weight.clone())  # counted, and without a change
+    assert samples.look_at_all() == ""
+    replaced(model[1])
+    assert samples.look_at_all() == "1.weight"
+
+
+def test_packed_weights_are_watched_where_the_kernel_has_them() -> None:
+    """vLLM's kernels multiply by what a function holds; new weights come with a new function."""
+    weight = torch.randn(64, 96, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(Packed(weight.clone()), Packed(weight))
+    samples = sampled(model)
+    assert found(samples) == ""
+    weight.data[:, ::2] += 1
+    assert samples.look_at_all() == "1.weight"
+    samples = sampled(model)
+    model[0].cpu_linear = Packed(weight).cpu_linear
+    assert samples.look_at_all() == "0.weight"
+
+
+def test_vllms_own_packing_is_watched() -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.utils")
+    model = torch.nn.Module()
+    model.input_size_per_partition = 320
+    model.weight = torch.nn.Parameter(torch.randn(96, 320).bfloat16(), requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(model, remove_weight=True)
+    samples = sampled(model)
+    assert samples.look_at_all() == ""
+    model.weight = torch.nn.Parameter(torch.randn(96, 320).bfloat16(), requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(model, remove_weight=True)
+    assert samples.look_at_all() == "weight"
+
+
+# -- the thread
+
+Told = queue.SimpleQueue[str]
+
+
+@pytest.fixture
+def told() -> Told:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def witness(told: Told) -> Iterator[WeightWitness]:
+    """Looks every ten milliseconds."""
+    made = WeightWitness(0.01, told.put)
+    yield made
+    made.close()
+
+
+def watch(witness: WeightWitness, model: torch.nn.Module) -> None:
+    digests: dict[object, bytes] = {}
+    with torch.inference_mode():  # as in a step of vLLM's
+        witness.prepare(weight_places(model))
+        weights_digest(model, digests)
+    witness.watch(digests)
+
+
+def test_the_witness_tells_once_of_a_write_until_it_watches_again(
+    witness: WeightWitness, told: Told
+) -> None:
+    model = layer()
+    for _ in range(2):
+        watch(witness, model)
+        model.weight.data.add_(1)
+        assert told.get(timeout=100) == "weight"
+        assert witness.look() == ""
+    assert told.empty()
+
+
+def test_a_write_while_the_digest_is_taken_is_found(witness: WeightWitness, told: Told) -> None:
+    """The digest may have read what was there before, or after: it is of neither."""
+    model = layer()
+    witness.prepare(weight_places(model))
+    digests: dict[object, bytes] = {}
+    model.weight.data.add_(1)
+    weights_digest(model, digests)
+    witness.watch(digests)
+    assert told.get(timeout=100) == "weight"
+
+
+def test_who_opens_an_epoch_can_look_at_once(told: Told) -> None:
+    slow = WeightWitness(3600, told.put)
+    model = layer()
+    watch(slow, model)
+    assert slow.look() == ""
+    model.weight.data.add_(1)
+    assert slow.look() == "weight"
+    slow.close()
+
+
+def test_weights_that_cannot_be_read_any_more_count_as_written(
+    witness: WeightWitness, told: Told
+) -> None:
+    model = layer()
+    watch(witness, model)
+    model.weight.untyped_storage().resize_(0)
+    assert told.get(timeout=100)
+
+
+UNMAPPED = """
+import ctypes, mmap, sys, time
+import torch
+from kvshm.hooks.vllm.weights import weight_places
+from kvshm.hooks.witness import WeightWitness
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 4
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+size = 1 << 20
+address = libc.mmap(None, size, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+memory = (ctypes.c_uint8 * size).from_address(address)
+model = torch.nn.Module()
+model.weight = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.uint8), requires_grad=False)
+witness = WeightWitness(0.001, print)
+witness.prepare(weight_places(model))
+witness.watch({})
+if sys.argv[1] == "stopped":
+    witness.stop()
+libc.munmap(address, size)
+time.sleep(0.5)
+print("lives")
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("stopped", 0), ("watched", -11)])
+def test_nothing_is_read_once_the_weights_may_be_unmapped(way: str, code: int) -> None:
+    """As vLLM's sleep mode does; without ``stop`` the process dies, or this would show nothing."""
+    done = subprocess.run([sys.executable, "-c", UNMAPPED, way], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "lives\n" if way == "stopped" else "")

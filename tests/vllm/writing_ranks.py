@@ -1,0 +1,34 @@
+"""A worker extension that writes the weights of the ranks, as trainers' extensions do.  Loaded by
+engines under test only (--worker-extension-cls writing_ranks.WritingRanks)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class WritingRanks:
+    """Methods that vLLM's worker gets.  ``only``: the number of the one rank that writes."""
+
+    rank: int
+    get_model: Any
+
+    def write_weights(self, seed: str, only: str = "") -> None:
+        """Write one parameter in place, past torch's counter of writes; an empty ``seed`` brings
+        back what was there at first."""
+        if only not in ("", str(self.rank)):
+            return
+        weight = self.get_model().model.embed_tokens.weight
+        first = self.__dict__.setdefault("first_weight", weight.clone())
+        drawn = torch.Generator().manual_seed(int(seed or 0))
+        other = (torch.randn(weight.shape, generator=drawn) * 0.05).to(weight.dtype)
+        weight.data.copy_(other if seed else first)
+
+    def write_unseen(self, seed: str, only: str = "") -> None:
+        """The same; the engine's settings say that this call only reads."""
+        self.write_weights(seed, only)
+
+    def tell(self) -> str:
+        """Only reads, as the settings say."""
+        return f"rank {self.rank}"
