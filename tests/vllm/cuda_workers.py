@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm._engine.load_plan import LoadOrder, Piece
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LoadId
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.config import Config
@@ -143,7 +143,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
     return LoadOrder("request", importer.table.epoch, ticket, 0, (piece,), ())
 
 
-def finished(side: WorkerSide) -> set[str | int]:
+def finished(side: WorkerSide) -> set[LoadId]:
     side.collect()
     return side.take_finished()[0]
 
