@@ -9,6 +9,7 @@ parent that vLLM's span has.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ log = logger(__name__)
 
 SPAN_HEADER = "kvshm-request-span"
 """Its value: 16 hexadecimal digits."""
+_SPAN_ID = re.compile("[0-9a-f]{16}")
 _TRACER = "vllm.tracing.otel"
 """The tracer with which vLLM makes this span."""
 
@@ -74,12 +76,9 @@ def announce_request_spans() -> None:
 
 
 def given_id(headers: Mapping[str, str] | None) -> int:
-    """Return the id in these headers, 0 if there is none."""
-    text = (headers or {}).get(SPAN_HEADER, "")
-    try:
-        return int(text, 16) if len(text) == 16 else 0
-    except ValueError:
-        return 0
+    """Return the id in these headers, 0 if there is none.  A client may have chosen them."""
+    text: object = (headers or {}).get(SPAN_HEADER)
+    return int(text, 16) if isinstance(text, str) and _SPAN_ID.fullmatch(text) else 0
 
 
 def _gives_ids() -> bool:

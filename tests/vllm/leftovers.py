@@ -13,8 +13,8 @@ CONTAINERS = (dict, set, list, deque)
 KEPT = {
     "BlockTracker._cached": "vLLM's numbers of cached blocks, by group",
     "BlockTracker._tables": "vLLM's block tables, by group",
+    "RankDescriptions._given": "by rank",
     "ReadyPeers.attached": "attached peers, by rank",
-    "SchedulerSide._descriptions": "by rank",
     "StepTimes._seen": "how long steps took, by their sizes",
 }
 """What is not of requests, loads or steps."""

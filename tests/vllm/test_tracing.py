@@ -35,10 +35,11 @@ from kvshm._engine.load_plan import CopyTimes, LoadFailure, LoadReport, PieceFai
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import Epoch
 from kvshm.hooks.vllm.before_prefill import RequestImporter
-from kvshm.hooks.vllm.request_span import SPAN_HEADER, announce_request_spans
-from kvshm.hooks.vllm.tracing import find_tracer
+from kvshm.hooks.vllm.request_span import SPAN_HEADER, announce_request_spans, given_id
+from kvshm.hooks.vllm.tracing import find_tracer, parent_of
 from kvshm.interfaces import Region
 
+from .odd_texts import TEXTS
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 from .several_groups import PEER, Played
 from .several_groups import peer_of as peer_of
@@ -351,3 +352,21 @@ def test_the_requests_span_gets_the_id_that_was_announced(front_end: Any) -> Non
     assert {"traceparent": f"00-{TRACE}-{OUTER}-01"} == HEADERS
     with trace.get_tracer("vllm.tracing.otel").start_as_current_span("another") as span:
         assert span.get_span_context().span_id not in ids  # each id is given once
+
+
+NO_IDS = (
+    *TEXTS.values(),
+    "-123456789abcdef",
+    "0x23456789abcdef",
+    " 23456789abcdef ",
+    "1_3456789abcdef0",
+)
+
+
+@pytest.mark.parametrize("text", [*NO_IDS, "\u0661" * 16, None, 7])
+def test_headers_are_not_what_they_should_be(text: Any) -> None:
+    """Clients choose them: they name no span, and raise nothing, which would end all traces."""
+    assert given_id({SPAN_HEADER: text}) == 0
+    if isinstance(text, str):
+        for headers in ({"traceparent": text}, {**HEADERS, "tracestate": text}):
+            parent_of({**headers, SPAN_HEADER: text})
