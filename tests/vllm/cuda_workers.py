@@ -102,7 +102,8 @@ def makers(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
     """One function that makes workers, which are closed afterwards."""
     machine, namespace = FakeMachine(), new_namespace()
     run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
-    monkeypatch.setattr(rank_weights, "find_model", lambda _: torch.nn.Module())
+    model = torch.nn.Module()
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: model)
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     made: list[Played] = []
 
