@@ -124,8 +124,9 @@ def _let_cores_leave() -> None:
     @wraps(original)
     def shutdown(self: Any, timeout: float | None = None) -> None:
         try:
+            # ``manager_stopped`` stays as it is: set, it has vLLM's monitor end these EngineCores
+            # in its own way, which takes five seconds, and ``original`` do nothing.
             if _kills_at_once(self, timeout):
-                self.manager_stopped.set()  # an EngineCore that ends now has not failed
                 let_leave(self.processes)
         except Exception:  # any: vLLM must still end its EngineCores
             log.debug("the peers may take the end of an engine for a crash", exc_info=True)

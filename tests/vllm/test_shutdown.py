@@ -84,14 +84,16 @@ def test_only_where_vllm_would_not_wait_it_waits(
     alive: bool,
     waits: bool,
 ) -> None:
-    waited: list[object] = []
-    monkeypatch.setattr(shutdown, "let_leave", waited.append)
-    prepare_shutdown(Config())
-    prepare_shutdown(Config())
+    """vLLM's monitor, which ends EngineCores that nobody else ends, must not begin meanwhile."""
+    waited: list[tuple[object, bool]] = []
     manager = Manager(request_timeout, alive)
+    told = manager.manager_stopped.is_set
+    monkeypatch.setattr(shutdown, "let_leave", lambda cores: waited.append((cores, told())))
+    prepare_shutdown(Config())
+    prepare_shutdown(Config())
     manager.shutdown(process_timeout)
-    assert waited == ([manager.processes] if waits else [])
-    assert manager.manager_stopped.is_set()
+    assert waited == ([(manager.processes, False)] if waits else [])
+    assert told()
 
 
 def _core(name: str, ready: Event, told: Event, left: Event) -> None:
