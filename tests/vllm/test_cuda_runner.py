@@ -166,8 +166,8 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
     machine = FakeMachine()
     for module, limit in WAITS:
         monkeypatch.setattr(module, limit, 100.0)
-    model = torch.nn.Module()
-    monkeypatch.setattr(rank_weights, "find_model", lambda _: model)
+    served = torch.nn.Module()
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: served)
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     with Node() as node, ExitStack() as stack:

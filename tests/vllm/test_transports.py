@@ -72,8 +72,8 @@ def test_a_rank_lies_in_the_memory_of_the_transport_and_says_so(
     transport: str,
 ) -> None:
     monkeypatch.syspath_prepend(other_package.install(tmp_path))
-    model = torch.nn.Module()
-    monkeypatch.setattr(rank_weights, "find_model", lambda _: model)
+    served = torch.nn.Module()
+    monkeypatch.setattr(rank_weights, "find_model", lambda _: served)
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     planned = cache_config(config, "LBNHC", 8, LAYERS)
     side = WorkerSide(Config(transport=transport), run_dir, config, planned)
