@@ -73,8 +73,8 @@ class HeldRequests:
         if (since := now - self._looked_at) < LOOK_SECONDS:
             return []
         self._looked_at = now
-        if since > 2 * LOOK_SECONDS:  # the engine was paused or stopped: no report could come
-            self._since = {name: min(at + since, now) for name, at in self._since.items()}
+        if (gap := since - LOOK_SECONDS) > 0:  # no steps, and so no reports: paused, or stopped
+            self._since = {name: min(at + gap, now) for name, at in self._since.items()}
         self.reported([name for name in self._since if not vllm.holds_back(name)])
         arrived = self._built - vllm.steps_under_way - 1
         lost = [name for name, built in self._forgotten.items() if built <= arrived]

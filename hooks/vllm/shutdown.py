@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,9 @@ def _let_cores_leave() -> None:
             # in its own way, which takes five seconds, and ``original`` do nothing.
             if _kills_at_once(self, timeout):
                 let_leave(self.processes)
+            _cores.extend(self.processes)
         except Exception:  # any: vLLM must still end its EngineCores
             log.debug("the peers may take the end of an engine for a crash", exc_info=True)
-        _cores.extend(self.processes)
         original(self, timeout)
 
     setattr(CoreEngineProcManager, TOUCHPOINT, shutdown)
@@ -171,7 +172,8 @@ def clean_up() -> None:
     the EngineCores that vLLM has killed are dead, for LEAVE_SECONDS at most."""
     deadline = time.monotonic() + LEAVE_SECONDS
     for process in _cores:
-        process.join(max(0.0, deadline - time.monotonic()))
+        with suppress(AssertionError, ValueError):  # of a process that forked; closed by vLLM
+            process.join(max(0.0, deadline - time.monotonic()))
     for given, namespace in _places:
         try:
             if choose_run_directory(given, os.environ).is_dir():  # else no engine ever ran

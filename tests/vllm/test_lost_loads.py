@@ -147,6 +147,39 @@ def test_a_report_that_was_on_its_way_when_ranks_were_asked_counts(
     finish(e, one)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_load_that_ended_while_the_engine_was_paused_is_not_lost(
+    loading: Loading, asynchronous: bool
+) -> None:
+    """vLLM does not step meanwhile, so no rank can report."""
+    e, one = loading(NEVER, asynchronous)
+    held, now = e.connector._scheduler.importer.held, [time.monotonic()]
+    held._clock = lambda: now[0]
+    held.add("a")
+    one.cache.end_now()
+    now[0] += 100 * LOST_SECONDS
+    for _ in range(3):
+        one.step()
+        now[0] += LOOK_SECONDS
+    assert e.table.counters.read(LOADS_LOST) == 0
+    finish(e, one)
+
+
+def test_a_load_that_has_just_ended_when_ranks_are_asked_is_reported(loading: Loading) -> None:
+    e, one = loading(NEVER)
+    held, now = e.connector._scheduler.importer.held, [time.monotonic() + LOOK_SECONDS]
+    held._clock = lambda: now[0]
+    held._since["a"] = now[0] - LOST_SECONDS
+    one.cache.end_now()
+    asked = e.schedule()
+    assert held._forgotten == {}
+    output = one.output_of(asked)
+    assert output.finished_recving == {"a"}
+    e.answer(asked, output)
+    assert e.table.counters.read(LOADS_LOST) == 0
+    finish(e, one)
+
+
 def test_a_report_that_matches_no_load_changes_nothing(loading: Loading) -> None:
     e, one = loading(NEVER)
     sent = e.schedule()
