@@ -76,7 +76,7 @@ class Samples:
                 if holder is not None and holder.get(key) is not value:
                     return name
             if self._code() != self._code_was:
-                return "the model's modules"
+                return "the model, or forward hooks of its modules"
         if not self.parts:
             return ""
         found = self.parts[self._next].look(self._row, self._digests)

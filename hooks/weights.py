@@ -7,9 +7,9 @@ threads.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from hashlib import sha256
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_modules
@@ -68,27 +68,32 @@ class Place(NamedTuple):
 
 
 def model_places(model: torch.nn.Module) -> Iterator[Place]:
-    """Yield where the model keeps its parameters and buffers, shared ones once for each module."""
+    """Yield where the model keeps its parameters and buffers, shared ones once for each module, and
+    its modules and a ``forward`` of their own, or that there is none."""
     for name, module in sorted(model.named_modules()):
-        for holder in (module._parameters, module._buffers):
+        prefix = f"{name}." if name else ""
+        for holder in (module._parameters, module._buffers, module._modules):
             for key, value in holder.items():
-                yield Place(f"{name}.{key}" if name else key, holder, key, value)
+                yield Place(prefix + key, holder, key, value)
+        own = module.__dict__
+        yield Place(f"{prefix}forward", own, "forward", own.get("forward"))
 
 
-Code: TypeAlias = tuple[int, int, object]
-"""How many forward hooks and pre-hooks a module has, and its own ``forward`` if it has one."""
-
-
-def model_code(model: torch.nn.Module) -> list[tuple[object, Code]]:
-    """Return a model's modules and what of each decides, besides its tensors, what it computes;
-    in front of them torch's global hooks.  Numbers and tensors that are neither parameters nor
-    buffers are not among it.  Milliseconds for a thousand modules."""
-    of_all = len(torch_modules._global_forward_hooks), len(torch_modules._global_forward_pre_hooks)
-    found: list[tuple[object, Code]] = [(None, (*of_all, None))]
+def hook_tables(model: torch.nn.Module) -> list[Sized]:
+    """Return the tables of forward hooks of a model's modules, and torch's global ones."""
+    of_all = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
+    tables: list[Sized] = [*of_all]
     for module in model.modules():
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        found.append((module, (*hooks, module.__dict__.get("forward"))))
-    return found
+        tables += [module._forward_hooks, module._forward_pre_hooks]
+    return tables
+
+
+def model_code(model: torch.nn.Module) -> list[object]:
+    """Return what of a model's modules decides, besides their tensors, what they compute: how many
+    forward hooks they have, and each one's own ``forward`` if it has one.  Numbers and tensors that
+    are neither parameters nor buffers are not among it."""
+    own = [module.__dict__.get("forward") for module in model.modules()]
+    return [*map(len, hook_tables(model)), *own]
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..weights import Code, WeightsUnknown, model_code
+from ..weights import WeightsUnknown, hook_tables, model_code
 from ..witness import WeightWitness
 from .identity import find_model
 from .weights import watch_weights, weight_places
@@ -28,8 +28,8 @@ class RankWeights:
         self._tell = written
         self._owners: list[Any] = []
         self._changing: Callable[[], None] = lambda: None
-        self._code: list[Code] = []
-        """Of the model's modules at the start."""
+        self._code: list[object] = []
+        """``model_code`` at the start."""
         self._witness = WeightWitness(seconds, self._found)
 
     def find(self, owners: Iterable[Any], changing: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class RankWeights:
         self.model = find_model(self._owners)
         if self.model is not None:
             watch_weights([self.model, *self._owners], changing)
-            self._code = _codes(self.model)
+            self._code = model_code(self.model)
 
     def find_again(self) -> str:
         """Find the model that vLLM has now: a call of the ranks may have exchanged it, or what its
@@ -51,18 +51,12 @@ class RankWeights:
         self.model = model
         if model is None:
             return "the model was not found, its weights are unknown"
-        if _codes(model) != self._code:
+        if model_code(model) != self._code:
             return (
                 "forward hooks were added to the model, or its modules got another forward: "
                 "what they compute cannot be compared"
             )
         return ""
-
-    def _served(self) -> object:
-        """What the witness compares besides tensors: the model's modules, itself the first, and
-        their code."""
-        model = find_model(self._owners)
-        return None if model is None else model_code(model)
 
     def described_by(self, describe: Callable[[dict[object, bytes]], Any]) -> tuple[Any, float]:
         """Return what ``describe`` returns, which digests the weights with what it is given, and
@@ -73,7 +67,11 @@ class RankWeights:
         assert self.model is not None
         self.described, self.written = True, ""
         try:
-            self._witness.prepare(weight_places(self.model), self._served)
+            tables = hook_tables(self.model)
+            self._witness.prepare(
+                weight_places(self.model),
+                lambda: (find_model(self._owners), list(map(len, tables))),
+            )
         except (RuntimeError, TypeError, KeyError) as exc:  # whatever torch says of a tensor
             raise WeightsUnknown(f"the weights cannot be sampled: {exc}") from exc
         try:
@@ -104,8 +102,3 @@ class RankWeights:
     def _found(self, name: str) -> None:
         self.written = name  # first: whoever opens an epoch at this moment looks at it afterwards
         self._tell(name)
-
-
-def _codes(model: torch.nn.Module) -> list[Code]:
-    """What a model's modules compute besides their tensors, whichever modules they are."""
-    return [code for _, code in model_code(model)]

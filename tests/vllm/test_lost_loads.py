@@ -148,19 +148,21 @@ def test_a_report_that_was_on_its_way_when_ranks_were_asked_counts(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_load_that_ended_while_the_engine_was_paused_is_not_lost(
+def test_a_load_is_not_lost_because_the_engine_was_paused(
     loading: Loading, asynchronous: bool
 ) -> None:
-    """vLLM does not step meanwhile, so no rank can report."""
+    """vLLM does not step meanwhile, so no rank can report; nor is one cancelled that goes on."""
     e, one = loading(NEVER, asynchronous)
     held, now = e.connector._scheduler.importer.held, [time.monotonic()]
     held._clock = lambda: now[0]
     held.add("a")
-    one.cache.end_now()
     now[0] += 100 * LOST_SECONDS
     for _ in range(3):
         one.step()
         now[0] += LOOK_SECONDS
+    assert one.side._under_way
+    one.cache.end_now()
+    one.step()
     assert e.table.counters.read(LOADS_LOST) == 0
     finish(e, one)
 
@@ -169,7 +171,7 @@ def test_a_load_that_has_just_ended_when_ranks_are_asked_is_reported(loading: Lo
     e, one = loading(NEVER)
     held, now = e.connector._scheduler.importer.held, [time.monotonic() + LOOK_SECONDS]
     held._clock = lambda: now[0]
-    held._since["a"] = now[0] - LOST_SECONDS
+    held._since["a"] = now[0] - 2 * LOST_SECONDS
     one.cache.end_now()
     asked = e.schedule()
     assert held._forgotten == {}
