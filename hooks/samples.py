@@ -50,9 +50,11 @@ class Samples:
     ) -> None:
         """``random`` returns numbers from 0 to 1; ``code`` what is compared besides the tensors."""
         self._places = list(places)
+        self._random = random
         self._code, self._code_was = code, code()
         found = {id(p.value): p for p in reversed(self._places) if _has_elements(p.value)}
-        tensors = sorted(((p.name, p.value) for p in found.values()), key=_kind)
+        tensors = sorted(((p.name, p.value) for p in found.values() if not p.converts), key=_kind)
+        alone = [[(p.name, p.value)] for p in found.values() if p.converts]
         self._digests: dict[object, bytes] = {}
         # A step may run in inference mode, and a later look, outside it, could not write into
         # tensors that were made in it.
@@ -62,6 +64,7 @@ class Samples:
                 for _, alike in groupby(tensors, _kind)
                 for chosen in _in_parts(list(alike))
             ]
+            self.parts += [_Part(one, random) for one in alone]
         self._row = self._next = 0
 
     def digested(self, digests: dict[object, bytes]) -> None:
@@ -72,9 +75,12 @@ class Samples:
         """Compare the next part.  Returns the name of the first tensor found that was written or
         replaced, empty if there is none."""
         if self._next == 0:
-            for name, holder, key, value in self._places:
-                if holder is not None and holder.get(key) is not value:
+            for number, (name, holder, key, value, converts) in enumerate(self._places):
+                if holder is None or (now := holder.get(key)) is value:
+                    continue
+                if not (converts and _same_numbers(value, now)):
                     return name
+                self._follow(number, now)
             if self._code() != self._code_was:
                 return "the model, or forward hooks of its modules"
         if not self.parts:
@@ -83,6 +89,14 @@ class Samples:
         self._next = (self._next + 1) % len(self.parts)
         self._row = (self._row + (self._next == 0)) % LOOKS
         return found
+
+    def _follow(self, number: int, now: Any) -> None:
+        """The model has converted a tensor: sample the new one in its place."""
+        before = self._places[number]
+        self._places[number] = before._replace(value=now)
+        with torch.inference_mode(False), torch.no_grad():
+            new = _Part([(before.name, now)], self._random)
+        self.parts = [part for part in self.parts if not part.is_of(before.value)] + [new]
 
     def look_at_all(self) -> str:
         """As ``look``, for all parts."""
@@ -108,6 +122,10 @@ class _Part:
         some = self._tensors[0]
         self._reader = _reader(some.device, _WORDS[_size(some)], self._ends[-1])
         self._known = torch.stack([self._read(row).clone() for row in range(LOOKS)])
+
+    def is_of(self, tensor: object) -> bool:
+        """Whether this is the part of one tensor, which is ``tensor``."""
+        return len(self._tensors) == 1 and self._tensors[0] is tensor
 
     def look(self, row: int, digests: dict[object, bytes]) -> str:
         """Return the name of the first tensor that differs, empty if there is none."""
@@ -208,6 +226,16 @@ class _OnDevice:
 
 def _has_elements(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def _same_numbers(before: Any, now: object) -> bool:
+    """Whether one tensor was converted to the other's format and device."""
+    if not (_has_elements(before) and isinstance(now, torch.Tensor)):
+        return False
+    if now.device.type != "cpu":  # the conversion may still be under way there
+        torch.cuda.synchronize(now.device)
+    with torch.no_grad():
+        return bool(torch.equal(before.to(now.device, now.dtype), now))
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ threads.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -65,16 +65,21 @@ class Place(NamedTuple):
     key: str
     value: object
     """What stands there: mostly a tensor."""
+    converts: bool = False
+    """Whether the model may exchange it for the same numbers in another format: no write."""
 
 
-def model_places(model: torch.nn.Module) -> Iterator[Place]:
+def model_places(
+    model: torch.nn.Module, converts: Callable[[torch.nn.Module, str], bool] = lambda *_: False
+) -> Iterator[Place]:
     """Yield where the model keeps its parameters and buffers, shared ones once for each module, and
-    its modules and a ``forward`` of their own, or that there is none."""
+    its modules and a ``forward`` of their own, or that there is none.  ``converts`` is asked
+    whether a module converts what it has under a name."""
     for name, module in sorted(model.named_modules()):
         prefix = f"{name}." if name else ""
         for holder in (module._parameters, module._buffers, module._modules):
             for key, value in holder.items():
-                yield Place(prefix + key, holder, key, value)
+                yield Place(prefix + key, holder, key, value, converts(module, key))
         own = module.__dict__
         yield Place(f"{prefix}forward", own, "forward", own.get("forward"))
 

@@ -59,7 +59,7 @@ def rank_fields(
     Worker only; blocks while it reads all weights once.  Raises WeightsUnknown.
     """
     return {
-        names.WEIGHTS: weights_digest(model, each),
+        names.WEIGHTS: weights_digest(model, each, vllm_config.model_config.dtype),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),

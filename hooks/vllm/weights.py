@@ -58,23 +58,47 @@ def _announced(write: Callable[..., Any], changing: Callable[[], None]) -> Calla
     return announce
 
 
-def weights_digest(model: torch.nn.Module, each: dict[object, bytes] | None = None) -> str:
+def weights_digest(
+    model: torch.nn.Module,
+    each: dict[object, bytes] | None = None,
+    dtype: torch.dtype | None = None,
+) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
     and types, and of the weights that vLLM's CPU kernels have packed away.  ``each`` gets a digest
-    of every one.
+    of every one.  ``dtype``: in which the model computes; a buffer that it converts to that when
+    it first runs has the same digest before and after.
 
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Changes nothing.
     Any two processes with equal weights on equal hardware get equal digests.  Raises
     WeightsUnknown.
     """
-    return digest_tensors(chain(model_tensors(model), _packed_tensors(model)), each)
+    return digest_tensors(chain(_tensors(model, dtype), _packed_tensors(model)), each)
+
+
+def _tensors(
+    model: torch.nn.Module, dtype: torch.dtype | None
+) -> Iterator[tuple[object, torch.Tensor]]:
+    converted = {place.name for place in weight_places(model) if place.converts}
+    for told, tensor in model_tensors(model):
+        match told:
+            case (str(name), *_) if dtype is not None and name in converted:
+                yield (name, "converted", tensor.shape), tensor.to(dtype)
+            case _:
+                yield told, tensor
+
+
+def _converts(module: torch.nn.Module, key: str) -> bool:
+    """Whether the module exchanges a buffer for the same numbers in the format of what it is
+    called with: vLLM's rotary embeddings do, in the first call (one in float32 of a model that
+    computes in bfloat16, as gpt-oss has it)."""
+    return key == "cos_sin_cache" and hasattr(module, "_match_cos_sin_cache_dtype")
 
 
 def weight_places(model: torch.nn.Module) -> Iterator[Place]:
     """Yield where the model keeps its weights: parameters and buffers and, where a CPU kernel has
     packed a weight away, the function that multiplies by it and the packed tensors that can be
     reached from it.  oneDNN's cannot be reached, nor written: new weights are a new function."""
-    yield from model_places(model)
+    yield from model_places(model, _converts)
     for name, module in sorted(model.named_modules()):
         if (multiply := module.__dict__.get("cpu_linear")) is not None:
             yield Place(f"{name}.weight", module.__dict__, "cpu_linear", multiply)

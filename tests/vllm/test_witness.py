@@ -12,6 +12,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
+    YaRNScalingRotaryEmbedding,
+)
 
 from kvshm.hooks.samples import EQUAL_WRITES, LOOKS, PER_LOOK, Samples
 from kvshm.hooks.vllm.weights import weight_places, weights_digest
@@ -284,3 +288,46 @@ def test_nothing_is_read_once_the_weights_may_be_unmapped(way: str, code: int) -
     """As vLLM's sleep mode does; without ``stop`` the process dies, or this would show nothing."""
     done = subprocess.run([sys.executable, "-c", UNMAPPED, way], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, "lives\n" if way == "stopped" else "")
+
+
+def rotary() -> torch.nn.Module:
+    """vLLM's own rotary embedding in float32, as gpt-oss makes it."""
+    with set_current_vllm_config(VllmConfig()):
+        made = YaRNScalingRotaryEmbedding(64, 64, 64, 10_000.0, True, 4.0, torch.float32)
+    return torch.nn.Sequential(made, layer())
+
+
+def run(model: torch.nn.Module) -> None:
+    query, key = torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    model[0].forward_native(torch.arange(3), query, key)
+
+
+def test_a_rotary_cache_that_vllm_converts_in_its_first_step_was_not_written() -> None:
+    model = rotary()
+    samples, before = sampled(model), weights_digest(model, dtype=torch.bfloat16)
+    run(model)
+    assert model[0].cos_sin_cache.dtype is torch.bfloat16  # else this shows nothing
+    assert found(samples) == ""
+    assert weights_digest(model, dtype=torch.bfloat16) == before
+    model[0].cos_sin_cache.data.view(-1)[100:140] += 0.5
+    assert found(samples) == "0.cos_sin_cache"
+    assert weights_digest(model, dtype=torch.bfloat16) != before
+
+
+@pytest.mark.parametrize("other", ["numbers", "shape", "nothing"])
+def test_a_rotary_cache_that_becomes_another_one_was_written(other: str) -> None:
+    model = rotary()
+    samples, cache = sampled(model), model[0].cos_sin_cache
+    model[0].cos_sin_cache = {
+        "numbers": cache.to(torch.bfloat16) * 1.5,
+        "shape": cache[:-1].to(torch.bfloat16),
+        "nothing": None,
+    }[other]
+    assert found(samples) == "0.cos_sin_cache"
+
+
+def test_another_buffer_that_is_converted_was_written() -> None:
+    model = layer()
+    samples = sampled(model)
+    model.scale = model.scale.to(torch.bfloat16)
+    assert found(samples) == "scale"
