@@ -1,12 +1,15 @@
 """Samples of tensors, by which a later look finds that somebody has written into them.
 
-A full read of a model's weights takes seconds, a look at samples a millisecond.  A grid of up to
-1,024 places of every tensor is read once; each look compares one row of it, 64 places, and
-the next look the next row.  Where the grid begins is random, and a row's places are an odd number
-of elements apart, so that they fall into different columns of a matrix.
+A full read of a model's weights takes seconds, a look at samples a millisecond.  A grid of 1,024
+places or more of every tensor is read once; each look compares one row of it, 64 places or more,
+and the next look the next row.  Where the grid begins is random, and a row's places are an odd
+number of elements apart, so that they fall into different columns of a matrix.
 
     look 0   x . . . . x . . . . x . . . .        one row of each tensor, read by one
     look 1   . x . . . . x . . . . x . . .        operation for all tensors of a part
+
+Between two neighbouring places of the grid, before the first and after the last, are fewer elements
+than a 512th of the tensor's.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from .weights import Place, digest_tensors, outermost_first, where
 LOOKS = 16
 """Rows of the grid: after so many looks every place of it has been compared."""
 PER_LOOK = 64
-"""Places of a tensor in one row; a tensor with up to four times as many is compared as a whole."""
+"""Places of a tensor in one row at least; a tensor with up to four times as many is compared as a
+whole."""
 PART = 64
 """Tensors that one look reads at a time: in a serving process it holds the interpreter for a
 tenth of a millisecond."""
 EQUAL_WRITES = 3
-"""How often a tensor may be written without a change before torch's counter of its writes is no
-longer heeded: something writes the same values again and again."""
+"""How often a tensor may be written without a change before torch's counter of its writes is heeded
+only once in LOOKS: something writes the same values again and again."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,7 +59,11 @@ class Samples:
         found = {id(p.value): p for p in reversed(self._places) if _has_elements(p.value)}
         tensors = sorted(((p.name, p.value) for p in found.values() if not p.converts), key=_kind)
         alone = [[(p.name, p.value)] for p in found.values() if p.converts]
+        self._tables = [(p.name, p.value) for p in self._places if isinstance(p.value, dict)]
+        self._lengths = self._lengths_now()
         self._digests: dict[object, bytes] = {}
+        self._convertible = {where(tensor): _digest(tensor) for ((_, tensor),) in alone}
+        """Digests of the tensors that the model may convert: it converts what is there then."""
         # A step may run in inference mode, and a later look, outside it, could not write into
         # tensors that were made in it.
         with torch.inference_mode(False), torch.no_grad():
@@ -69,7 +77,7 @@ class Samples:
 
     def digested(self, digests: dict[object, bytes]) -> None:
         """Take what ``digest_tensors`` says of each tensor after the samples were taken."""
-        self._digests = digests
+        self._digests = digests | self._convertible
 
     def look(self) -> str:
         """Compare the next part.  Returns the name of the first tensor found that was written or
@@ -78,9 +86,12 @@ class Samples:
             for number, (name, holder, key, value, converts) in enumerate(self._places):
                 if holder is None or (now := holder.get(key)) is value:
                     continue
-                if not (converts and _same_numbers(value, now)):
+                if not (converts and self._is_unwritten(value) and _same_numbers(value, now)):
                     return name
                 self._follow(number, now)
+            if (lengths := self._lengths_now()) != self._lengths:
+                pairs = zip(self._tables, lengths, self._lengths, strict=True)
+                return next(name for (name, _), now, before in pairs if now != before)
             if self._code() != self._code_was:
                 return "the model, or forward hooks of its modules"
         if not self.parts:
@@ -90,10 +101,18 @@ class Samples:
         self._row = (self._row + (self._next == 0)) % LOOKS
         return found
 
+    def _lengths_now(self) -> list[int]:
+        return [len(table) for _, table in self._tables]
+
+    def _is_unwritten(self, value: Any) -> bool:
+        """Whether a tensor that the model has converted still has the numbers that it had."""
+        return _has_elements(value) and self._digests.get(where(value)) == _digest(value)
+
     def _follow(self, number: int, now: Any) -> None:
         """The model has converted a tensor: sample the new one in its place."""
         before = self._places[number]
         self._places[number] = before._replace(value=now)
+        self._digests[where(now)] = _digest(now)
         with torch.inference_mode(False), torch.no_grad():
             new = _Part([(before.name, now)], self._random)
         self.parts = [part for part in self.parts if not part.is_of(before.value)] + [new]
@@ -138,22 +157,21 @@ class _Part:
         if not torch.equal(now, known):
             return self._names[bisect_right(self._ends, int((now != known).nonzero()[0]))]
         if [tensor._version for tensor in self._counting] != self._writes:
-            return self._counted(digests)
+            return self._counted(digests, last=row == LOOKS - 1)
         return ""
 
-    def _counted(self, digests: dict[object, bytes]) -> str:
+    def _counted(self, digests: dict[object, bytes], last: bool) -> str:
         """torch has counted writes: return the name of a tensor that they changed, or empty.
-        Blocks while the tensors that were written are read as a whole."""
+        Blocks while the tensors that were written are read as a whole.  ``last``: with this look
+        the whole grid has been compared."""
         for place, tensor in enumerate(self._counting):
             writes = tensor._version
             if writes == self._writes[place]:
                 continue
-            self._writes[place] = writes
-            if self._equal_writes[place] > EQUAL_WRITES:
+            if self._equal_writes[place] >= EQUAL_WRITES and not last:
                 continue
-            now: dict[object, bytes] = {}
-            digest_tensors([("", tensor.detach())], now)
-            if digests.get(at := where(tensor)) != now[at]:
+            self._writes[place] = writes
+            if digests.get(where(tensor)) != _digest(tensor):
                 return next(
                     n for n, t in zip(self._names, self._tensors, strict=True) if t is tensor
                 )
@@ -181,17 +199,17 @@ def _rows_of(tensor: torch.Tensor, start: float) -> Rows:
     ordered = outermost_first(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     words = ordered.view(_WORDS[ordered.element_size()])
     size = words.numel()
-    per = size if size <= 4 * PER_LOOK else min(PER_LOOK, size // (2 * LOOKS))
-    apart = (size // per - 1) | 1
-    rows_apart = 0 if per == size else apart // LOOKS
-    first = int(start * (size - (per - 1) * apart - (LOOKS - 1) * rows_apart))
-    shape, strides = (LOOKS, per), (rows_apart, apart)
+    apart = (size // PER_LOOK - 1) | 1 if size > 4 * PER_LOOK else 1
+    per = size // apart
+    # The rows begin evenly over what the first place leaves of the tensor for the last one.
+    width = size - (per - 1) * apart
+    rows = [width * row // LOOKS for row in range(LOOKS)]
+    first = int(start * (width - rows[-1]))
     if words.is_contiguous():
-        views: tuple[torch.Tensor, ...]
-        views = words.as_strided(shape, strides, words.storage_offset() + first).unbind()
-        return views
+        at = words.storage_offset() + first
+        return [words.as_strided((per,), (apart,), at + row) for row in rows]
     every = torch.arange(size, device=words.device)
-    index = every.as_strided(shape, strides, first).contiguous()
+    index = torch.stack([every.as_strided((per,), (apart,), first + row) for row in rows])
     return lambda row: torch.take(words, index[row])
 
 
@@ -222,6 +240,13 @@ class _OnDevice:
             self._copied.record()
         self._copied.synchronize()
         return self._here
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """As ``digest_tensors`` tells of each tensor."""
+    found: dict[object, bytes] = {}
+    digest_tensors([("", tensor.detach())], found)
+    return found[where(tensor)]
 
 
 def _has_elements(value: object) -> bool:

@@ -73,14 +73,15 @@ def model_places(
     model: torch.nn.Module, converts: Callable[[torch.nn.Module, str], bool] = lambda *_: False
 ) -> Iterator[Place]:
     """Yield where the model keeps its parameters and buffers, shared ones once for each module, and
-    its modules and a ``forward`` of their own, or that there is none.  ``converts`` is asked
-    whether a module converts what it has under a name."""
+    its modules and a ``forward`` of their own, or that there is none, and the tables of all of
+    these.  ``converts`` is asked whether a module converts what it has under a name."""
     for name, module in sorted(model.named_modules()):
         prefix = f"{name}." if name else ""
-        for holder in (module._parameters, module._buffers, module._modules):
-            for key, value in holder.items():
-                yield Place(prefix + key, holder, key, value, converts(module, key))
         own = module.__dict__
+        for table in ("_parameters", "_buffers", "_modules"):
+            yield Place(prefix + table, own, table, own[table])
+            for key, value in own[table].items():
+                yield Place(prefix + key, own[table], key, value, converts(module, key))
         yield Place(f"{prefix}forward", own, "forward", own.get("forward"))
 
 

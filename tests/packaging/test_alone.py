@@ -74,6 +74,7 @@ FOLDERS = {
         "test_environments.py": "takes most of a minute",
         "test_bounds.py": "takes half a minute",
         "test_chaos.py": "takes a minute",
+        "test_run_ends.py": "ends test runs, one side by side, which needs pytest-xdist",
         "test_ends.py": "takes most of a minute",
         "test_other_users.py": "takes half a minute",
         "test_stopped_subscriber.py": "takes half a minute",

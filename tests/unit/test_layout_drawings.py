@@ -11,13 +11,14 @@ import pytest
 
 from kvshm._ground.ids import HASH_BYTES
 from kvshm._replica.index_layout import ENTRY_STRUCT, ROW_STRUCT, Row
-from kvshm._shm import error_log, layout, segment, slot_table, table_header, traffic
+from kvshm._shm import error_log, layout, progress, segment, slot_table, table_header, traffic
 from kvshm._shm.layout import BlockRecord
 from kvshm._shm.slot_table import Slot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layout.md").read_text("utf-8")
 DRAWN = layout.__doc__ or ""
-TABLE, TRAFFIC, SLOT, INDEX, ROW, RECORD = re.findall(r"(?:^ {4}.*[|+]\n)+", DRAWN, re.MULTILINE)
+BOXES = re.findall(r"(?:^ {4}.*[|+]\n)+", DRAWN, re.MULTILINE)
+TABLE, TRAFFIC, LOOP, SLOT, INDEX, ROW, RECORD = BOXES
 
 COMMON_BYTES = {
     "MAGIC": len(layout.TABLE_MAGIC),
@@ -102,18 +103,19 @@ def size_of(cell: str) -> int:
         return int(inner[1]) * sum(map(size_of, inner[2].split(", ")))
     if found := re.search(r"(?:(\d+) x )?(\d+) (?:bytes|text)\b", cell):
         return int(found[1] or 1) * int(found[2])
-    if found := re.search(r"\bu(16|32|64)\b(?: x (\d+))?", cell):
+    if found := re.search(r"\b[iu](16|32|64)\b(?: x (\d+))?", cell):
         return int(found[1]) // 8 * int(found[2] or 1)
     return 8 if re.search(r'"\w{8}"', cell) else 0
 
 
 def field(offset: int, cell: str) -> Field:
-    found = re.match(r"[a-z_ ]+?(?:\+1)?(?= +u\d| +\d| +\"|[,:]|$)", cell)
+    found = re.match(r"[a-z_ ]+?(?:\+1)?(?= +[iu]\d| +\d| +\"|[,:]|$)", cell)
     name, nbytes = found[0] if found else "", size_of(cell)
     if name == "reserved" or cell in ("u32", "u64"):
         code = f"{nbytes}x"
     else:
-        code = {" u64": "Q", " u32": "I", " u16": "H"}.get(cell[len(name) :][:4], f"{nbytes}s")
+        codes = {" u64": "Q", " i64": "q", " u32": "I", " u16": "H"}
+        code = codes.get(cell[len(name) :][:4], f"{nbytes}s")
     return Field(offset, nbytes, name, code)
 
 
@@ -188,6 +190,7 @@ def test_boxes_are_what_the_struct_formats_say() -> None:
     assert format_of(slot) == slot_table._SLOT.format
     assert tuple(field.name for field in slot[1:]) == Slot._fields[3:]
     assert format_of(fields(TRAFFIC)) == traffic._ROW.format
+    assert format_of(fields(LOOP)) == progress._LOOP.format
 
 
 @pytest.mark.parametrize(

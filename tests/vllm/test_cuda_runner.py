@@ -184,6 +184,7 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
             stack.callback(made[-1].close)
         for engine in made:
             engine.until(lambda engine=engine: engine.cache.table is not None)
+            engine.until(lambda engine=engine: not engine.cache.meets_peers)
             engine.step()
         yield made
 

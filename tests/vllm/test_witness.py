@@ -6,6 +6,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
-from kvshm.hooks.samples import EQUAL_WRITES, LOOKS, PER_LOOK, Samples
+from kvshm.hooks.samples import EQUAL_WRITES, LOOKS, PER_LOOK, Samples, _rows_of
 from kvshm.hooks.vllm.weights import weight_places, weights_digest
 from kvshm.hooks.witness import WeightWitness
 
@@ -42,7 +43,7 @@ def layer(width: int = 96, dtype: torch.dtype = torch.bfloat16, seed: int = 3) -
 def sampled(model: torch.nn.Module, start: float = 0.3) -> Samples:
     samples = Samples(weight_places(model), lambda: start)
     digests: dict[object, bytes] = {}
-    weights_digest(model, digests)
+    weights_digest(model, digests, torch.bfloat16)
     samples.digested(digests)
     return samples
 
@@ -97,15 +98,14 @@ def test_every_place_of_the_grid_is_compared_within_its_looks(kind: str) -> None
     assert noticed == 3
 
 
-def test_a_run_longer_than_the_grid_is_wide_is_always_found() -> None:
+@pytest.mark.parametrize("start", [0.0, 0.4, 0.999])
+@pytest.mark.parametrize("size", [*range(257, 2100, 41), 16_385, 262_144, 999_983])
+def test_a_run_of_a_512th_of_a_tensor_always_holds_a_place(size: int, start: float) -> None:
     """As a row of a matrix, or an adapter merged into one of many layers."""
-    model = layer(512)
-    width = model.weight.numel() // (LOOKS * PER_LOOK)
-    for first in range(0, 5 * width, 37):
-        samples = sampled(model)
-        model.weight.data.view(-1)[first + width : first + 2 * width] += 1
-        assert found(samples) == "weight"
-        model.weight.data.view(-1)[first + width : first + 2 * width] -= 1
+    rows = _rows_of(torch.arange(size), start)
+    assert {len(row) >= PER_LOOK and len(row) == len(rows[0]) for row in rows} == {True}
+    places = [-1, *torch.cat(list(rows)).unique().tolist(), size]
+    assert max(b - a - 1 for a, b in pairwise(places)) < size / 512
 
 
 def test_small_tensors_are_compared_as_a_whole() -> None:
@@ -134,6 +134,16 @@ def test_the_same_values_written_again_are_no_change() -> None:
     assert samples.look_at_all() == "weight"
 
 
+def test_after_the_same_values_another_write_is_found_within_the_looks() -> None:
+    model = layer(512)
+    samples = sampled(model)
+    for _ in range(3 * EQUAL_WRITES):
+        model.weight.copy_(model.weight.clone())
+        samples.look_at_all()
+    model.weight[77, 5] += 1
+    assert found(samples) == "weight"
+
+
 def replaced(model: torch.nn.Module) -> None:
     model.weight = torch.nn.Parameter(model.weight.clone(), requires_grad=False)
 
@@ -146,12 +156,41 @@ def removed(model: torch.nn.Module) -> None:
     model.weight = None
 
 
-@pytest.mark.parametrize("exchange", [replaced, other_memory, removed])
-def test_exchanged_weights_are_found(exchange: Callable[[torch.nn.Module], None]) -> None:
+def other_table(model: torch.nn.Module) -> None:
+    model._parameters = {**layer(seed=4)._parameters}
+
+
+def other_state(model: torch.nn.Module) -> None:
+    model.__dict__.update(layer(seed=4).__dict__)
+
+
+def another(model: torch.nn.Module) -> None:
+    model.extra = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def another_module(model: torch.nn.Module) -> None:
+    model.adapter = layer(seed=4)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "name"),
+    [
+        (replaced, "weight"),
+        (other_memory, "weight"),
+        (removed, "weight"),
+        (other_table, "_parameters"),
+        (other_state, "_parameters"),
+        (another, "_parameters"),
+        (another_module, "_modules"),
+    ],
+)
+def test_exchanged_and_added_weights_are_found(
+    exchange: Callable[[torch.nn.Module], None], name: str
+) -> None:
     model = layer()
     samples = sampled(model)
     exchange(model)
-    assert samples.look_at_all() == "weight"
+    assert samples.look_at_all() == name
 
 
 def test_weights_that_two_modules_share_are_found_by_either_name() -> None:
@@ -312,6 +351,24 @@ def test_a_rotary_cache_that_vllm_converts_in_its_first_step_was_not_written() -
     model[0].cos_sin_cache.data.view(-1)[100:140] += 0.5
     assert found(samples) == "0.cos_sin_cache"
     assert weights_digest(model, dtype=torch.bfloat16) != before
+
+
+def test_a_rotary_cache_that_is_written_before_it_is_converted_was_written() -> None:
+    model = rotary()
+    samples = sampled(model)
+    model[0].cos_sin_cache.data[7, 3] += 0.5
+    run(model)
+    assert samples.look_at_all() == "0.cos_sin_cache"
+
+
+def test_the_same_values_written_into_a_rotary_cache_are_no_change() -> None:
+    model = rotary()
+    samples = sampled(model)
+    for converts in (False, True):
+        if converts:
+            run(model)
+        model[0].cos_sin_cache.copy_(model[0].cos_sin_cache.clone())
+        assert samples.look_at_all() == ""
 
 
 @pytest.mark.parametrize("other", ["numbers", "shape", "nothing"])
