@@ -1,10 +1,11 @@
 """Ends what this process has started, however this process ends: by SIGKILL, too.
 
-``start`` starts a small process, the reaper, which waits for the end of its standard input: only
-this process holds the other end of that pipe, so the kernel tells the reaper.  Every process that
-is started from then on has this run's mark in its environment, and with it all that those start,
-whoever their parent, group or session is.  The reaper kills them all, and removes the temporary
-directories that this process has made and the shared memory that they alone have mapped.
+``start`` starts a small process, the reaper, to which the kernel tells the end of this process (by
+a pidfd).  Every program that is started from then on has this run's mark in its environment, and
+with it all that those start, whoever their parent, group or session is.  The environment that
+others see of a process is that of its last exec, so who is only forked tells the reaper its pid.
+The reaper kills them all, and removes the temporary directories that this process has made and the
+shared memory that they alone have mapped.
 
 Not PR_SET_PDEATHSIG: it knows only children, ends them with the *thread* that started them, and is
 lost when another user id or a file with capabilities is taken on.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -47,29 +49,35 @@ def start() -> None:
     global _pipe
     if _pipe is not None:
         return
-    own = uuid.uuid4().hex
-    read, _pipe = os.pipe()  # closed by exec
-    os.register_at_fork(after_in_child=_forget)
+    own, ended = uuid.uuid4().hex, os.pidfd_open(os.getpid())
+    read, _pipe = os.pipe()  # exec closes it
+    os.register_at_fork(after_in_child=_note_fork)
     subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, own],
+        [sys.executable, "-I", "-S", __file__, own, str(ended)],
         stdin=read,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={},  # without any mark: no reaper kills another
         cwd="/",
         start_new_session=True,  # Ctrl-C is for this process
+        pass_fds=[ended],
     ).returncode = 0  # nobody waits for it
     os.close(read)
+    os.close(ended)
     os.environ[MARK] = ",".join(filter(None, (os.environ.get(MARK), own)))
     tempfile.mkdtemp = _noting(tempfile.mkdtemp)
 
 
-def _forget() -> None:
-    """A child that is forked and runs on must not keep the pipe open."""
-    global _pipe
-    if _pipe is not None:
-        os.close(_pipe)
-        _pipe = -1
+def _note(what: str) -> None:
+    assert _pipe is not None
+    with contextlib.suppress(OSError):  # the reaper was killed
+        os.write(_pipe, os.fsencode(what) + b"\0")
+
+
+def _note_fork() -> None:
+    """In a forked process: have the reaper hear of it, and when it was started."""
+    with contextlib.suppress(OSError, ValueError):  # no /proc
+        _note(f"{os.getpid()} {_started(os.getpid())}")
 
 
 def _noting(make: Any) -> Any:
@@ -78,9 +86,7 @@ def _noting(make: Any) -> Any:
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
         path = make(*args, **kwargs)
-        if _pipe is not None and _pipe != -1:
-            with contextlib.suppress(OSError):  # the reaper was killed
-                os.write(_pipe, os.fsencode(os.path.abspath(path)) + b"\0")
+        _note(os.path.abspath(path))
         return path
 
     return made
@@ -89,47 +95,87 @@ def _noting(make: Any) -> Any:
 # -- in the reaper
 
 
-def main(run: str) -> None:
-    """Wait for the end of standard input, then kill and remove."""
+class Notes:
+    """What the processes of a run write to the reaper's standard input: directories and, of those
+    that were forked, ``pid start``."""
+
+    def __init__(self) -> None:
+        self.directories: set[str] = set()
+        self.forked: set[str] = set()
+        self._rest = b""
+
+    def read(self) -> bool:
+        """Take what is there; whether somebody may write more.  Does not block."""
+        try:
+            while got := os.read(0, 1 << 16):
+                *whole, self._rest = (self._rest + got).split(b"\0")
+                for note in map(os.fsdecode, whole):
+                    (self.directories if note.startswith("/") else self.forked).add(note)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def main(run: str, ended: int) -> None:
+    """Wait until the pidfd ``ended`` says that the process has ended, then kill and remove."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    noted = sys.stdin.buffer.read().split(b"\0")
-    mapped = kill_all(run)
-    for directory in filter(None, noted):
+    os.set_blocking(0, False)
+    notes, waits = Notes(), select.poll()
+    waits.register(ended, select.POLLIN)
+    waits.register(0, select.POLLIN)
+    while ended not in dict(waits.poll()):
+        if not notes.read():
+            waits.unregister(0)
+    mapped = kill_all(run, notes)
+    for directory in notes.directories:
         shutil.rmtree(directory, ignore_errors=True)
     for path in mapped - set().union(*map(_shared_memory, _pids())):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
-def kill_all(run: str) -> set[str]:
-    """Kill every process that has the mark; return the files of shared memory they had mapped."""
+def kill_all(run: str, notes: Notes) -> set[str]:
+    """Kill every process that has the mark or was noted; return the files of shared memory they had
+    mapped."""
     mapped: set[str] = set()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        found = [pid for pid in _pids() if _kill(pid, run, mapped)]
+        notes.read()
+        found = [pid for pid in _pids() if _kill(pid, run, notes, mapped)]
         if not found:
             break  # who is being started while another is killed is found by the next look
         time.sleep(0.02)
     return mapped
 
 
-def _kill(pid: int, run: str, mapped: set[str]) -> bool:
-    """Kill a process if it has the mark and lives; whether it had."""
+def _kill(pid: int, run: str, notes: Notes, mapped: set[str]) -> bool:
+    """Kill a process if it is one of the run and lives; whether it was."""
     try:
         pidfd = os.pidfd_open(pid)  # first: the pid may be used again
     except OSError:
         return False
     try:
-        if run not in _runs(pid):
+        if run not in _runs(pid) and f"{pid} {_started(pid)}" not in notes.forked:
             return False
         mapped |= _shared_memory(pid)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except OSError:
+    except (OSError, ValueError):
         return False  # it has ended, or is another user's
     finally:
         os.close(pidfd)
     return True
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks of the kernel: tells it from another one with the same
+    pid.  Raises OSError if there is none, ValueError if it has ended."""
+    state, *fields = (
+        Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    )
+    if state in "ZX":
+        raise ValueError("it has ended")
+    return fields[18]
 
 
 def _pids() -> Iterator[int]:
@@ -155,4 +201,4 @@ def _shared_memory(pid: int) -> set[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

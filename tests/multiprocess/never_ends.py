@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from . import toys
@@ -23,8 +24,24 @@ if not os.fork():
 """Leaves a child that has another session and no parent, and alone maps a file."""
 
 
+def forked() -> list[int]:
+    """Fork a child in another session that forks one itself; both run on, without a program of
+    their own."""
+    read, write = os.pipe()
+    if not os.fork():
+        os.setsid()
+        os.fork()
+        os.write(write, b"%d " % os.getpid())
+        while True:
+            time.sleep(1000)
+    pids: list[int] = []
+    while len(pids) < 2:
+        pids += map(int, os.read(read, 100).split())
+    return pids
+
+
 def test_it_never_ends() -> None:
-    """Says where the node and that file are, and who runs: this process, and three that it has
+    """Says where the node and that file are, and who runs: this process, and five that it has
     started."""
     with fresh_node() as node:
         coordinator = node.coordinator()
@@ -33,7 +50,7 @@ def test_it_never_ends() -> None:
             engine.wait_out(lambda line: line == "go")
         file = f"/dev/shm/{node.namespace}"
         subprocess.run([sys.executable, "-c", ORPHAN, file], check=True)
-        pids = [os.getpid(), coordinator.pid, *(engine.pid for engine in engines)]
+        pids = [os.getpid(), coordinator.pid, *(engine.pid for engine in engines), *forked()]
         said = Path(os.environ["SAYS_WHO_RUNS"])
         said.with_suffix(".part").write_text(" ".join(map(str, [node.run_dir, file, *pids])))
         said.with_suffix(".part").rename(said)

@@ -65,7 +65,7 @@ def test_nothing_of_it_stays(
         wait_until(lambda: said.exists() or run.poll() is not None, "its processes run")
         run_dir, file, worker, *pids = said.read_text().split()
         pidfds = [os.pidfd_open(pid) for pid in (*map(int, pids), *mapping(file))]
-        assert len(pidfds) == 4
+        assert len(pidfds) == 6
         os.kill(run.pid if told == "run" else int(worker), number)
         wait_until(lambda: all(map(ended, pidfds)), "all have ended")
         left = [Path(run_dir), Path(file)]
