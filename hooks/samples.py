@@ -93,7 +93,7 @@ class Samples:
                 pairs = zip(self._tables, lengths, self._lengths, strict=True)
                 return next(name for (name, _), now, before in pairs if now != before)
             if self._code() != self._code_was:
-                return "the model, or forward hooks of its modules"
+                return "the model, or its modules' classes or forward hooks"
         if not self.parts:
             return ""
         found = self.parts[self._next].look(self._row, self._digests)

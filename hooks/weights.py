@@ -96,10 +96,19 @@ def hook_tables(model: torch.nn.Module) -> list[Sized]:
 
 def model_code(model: torch.nn.Module) -> list[object]:
     """Return what of a model's modules decides, besides their tensors, what they compute: how many
-    forward hooks they have, and each one's own ``forward`` if it has one.  Numbers and tensors that
-    are neither parameters nor buffers are not among it."""
-    own = [module.__dict__.get("forward") for module in model.modules()]
-    return [*map(len, hook_tables(model)), *own]
+    forward hooks they have, each one's class, and its own ``forward`` if it has one.  Numbers and
+    tensors that are neither parameters nor buffers are not among it."""
+    modules = list(model.modules())
+    own = [module.__dict__.get("forward") for module in modules]
+    return [*map(len, hook_tables(model)), *map(type, modules), *own]
+
+
+def model_modules(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
+    """Yield of each module its name, its class's name and its fractions, such as an epsilon or a
+    scale, for ``digest_tensors``: with a tensor without elements."""
+    for name, module in sorted(model.named_modules()):
+        fractions = sorted((k, v) for k, v in vars(module).items() if type(v) is float)
+        yield (name, type(module).__qualname__, fractions), torch.empty(0)
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:

@@ -53,8 +53,8 @@ class RankWeights:
             return "the model was not found, its weights are unknown"
         if model_code(model) != self._code:
             return (
-                "forward hooks were added to the model, or its modules got another forward: "
-                "what they compute cannot be compared"
+                "forward hooks were added to the model, or its modules got another class or "
+                "forward: what they compute cannot be compared"
             )
         return ""
 
@@ -67,10 +67,14 @@ class RankWeights:
         assert self.model is not None
         self.described, self.written = True, ""
         try:
-            tables = hook_tables(self.model)
+            tables, modules = hook_tables(self.model), list(self.model.modules())
             self._witness.prepare(
                 weight_places(self.model),
-                lambda: (find_model(self._owners), list(map(len, tables))),
+                lambda: (
+                    find_model(self._owners),
+                    list(map(len, tables)),
+                    list(map(type, modules)),
+                ),
             )
         except (RuntimeError, TypeError, KeyError) as exc:  # whatever torch says of a tensor
             raise WeightsUnknown(f"the weights cannot be sampled: {exc}") from exc

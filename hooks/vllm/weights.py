@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from ..weights import Place, WeightsUnknown, digest_tensors, model_places, model_tensors
+from ..weights import (
+    Place,
+    WeightsUnknown,
+    digest_tensors,
+    model_modules,
+    model_places,
+    model_tensors,
+)
 
 _PRODUCT_BYTES = 64 << 20
 """Most bytes of unit vectors that a packed weight is multiplied with at a time."""
@@ -64,15 +71,17 @@ def weights_digest(
     dtype: torch.dtype | None = None,
 ) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
-    and types, and of the weights that vLLM's CPU kernels have packed away.  ``each`` gets a digest
-    of every one.  ``dtype``: in which the model computes; a buffer that it converts to that when
-    it first runs has the same digest before and after.
+    and types, of the weights that vLLM's CPU kernels have packed away, and of the classes and
+    fractions of all modules.  ``each`` gets a digest of every tensor.  ``dtype``: in which the
+    model computes; a buffer that it converts to that when it first runs has the same digest before
+    and after.
 
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Changes nothing.
     Any two processes with equal weights on equal hardware get equal digests.  Raises
     WeightsUnknown.
     """
-    return digest_tensors(chain(_tensors(model, dtype), _packed_tensors(model)), each)
+    tensors = chain(_tensors(model, dtype), _packed_tensors(model))
+    return digest_tensors(chain(model_modules(model), tensors), each)
 
 
 def _tensors(

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 from kvshm.errors import KvshmError, TransportError
 
+_FOR_ANY_THREAD = signal.valid_signals() - {
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+"""Signals of a process, which the kernel gives to any thread that does not block them; the others
+are of the thread that caused them."""
+
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start ``thread``.  Raises TransportError if the user, the container or the service has as
-    many threads as it may have."""
+    """Start ``thread``, which gets none of the process's signals: the thread that would handle one
+    must be the one that it wakes from a read or a wait.  Raises TransportError if the user, the
+    container or the service has as many threads as it may have."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_ANY_THREAD)  # threads inherit it
     try:
         thread.start()
     except RuntimeError as exc:
         raise TransportError(
             f"{thread.name}: {exc}; raise the limit of processes (ulimit -u, TasksMax, pids.max)"
         ) from exc
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def require_descriptors(count: int) -> None:

@@ -261,7 +261,15 @@ def replace_forward(runner: Runner) -> None:
     runner.model[0].forward = lambda x: x
 
 
-CHANGES = [exchange_model, exchange_module, steer, replace_forward]
+class Other(torch.nn.Module):
+    """Computes something else with the same weights."""
+
+
+def replace_class(runner: Runner) -> None:
+    runner.model[0].__class__ = Other
+
+
+CHANGES = [exchange_model, exchange_module, steer, replace_forward, replace_class]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -282,7 +290,7 @@ def test_a_rank_describes_the_model_that_vllm_has_now(
     before = side.describe()
     change(runner)
     described = side.describe()
-    if change in (steer, replace_forward):
+    if change in (steer, replace_forward, replace_class):
         assert "cannot be compared" in described.refusal
     else:
         assert described.fields["weights"] != before.fields["weights"]

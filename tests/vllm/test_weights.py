@@ -55,6 +55,8 @@ CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
     "two highest bits, which cancel in a sum": lambda m: m.big.data.view(-1)[1:5:2].neg_(),
     "words of two chunks swapped": lambda m: swap(m.big.data, 5, (3 << 13) + 5),
     "a buffer": lambda m: m.scale.add_(0.25),
+    "a fraction": lambda m: setattr(m.first, "epsilon", 1e-5),
+    "a class": lambda m: setattr(m.first, "__class__", torch.nn.Bilinear),
     "a buffer that is not saved": lambda m: m.cache[12].add_(1),
     "a name": lambda m: m.register_buffer("scale2", m._buffers.pop("scale")),
     "a shape": lambda m: m._parameters.__setitem__(
