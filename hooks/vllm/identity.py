@@ -48,18 +48,26 @@ def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:
     return next((model for model in models if isinstance(model, torch.nn.Module)), None)
 
 
+def find_draft(owners: Iterable[Any]) -> torch.nn.Module | None:
+    """Return the model that drafts for the worker's model, or None."""
+    drafts = (owner.get_draft_model() for owner in owners if hasattr(owner, "get_draft_model"))
+    return next((draft for draft in drafts if isinstance(draft, torch.nn.Module)), None)
+
+
 def rank_fields(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    model: torch.nn.Module,
+    models: Sequence[torch.nn.Module],
     each: dict[object, bytes] | None = None,
 ) -> dict[str, str]:
-    """Return this rank's fields of the fingerprint.  ``each`` gets a digest of every weight.
+    """Return this rank's fields of the fingerprint.  ``models``: the worker's model and, if there
+    is one, the model that drafts for it.  ``each`` gets a digest of every weight.
 
     Worker only; blocks while it reads all weights once.  Raises WeightsUnknown.
     """
+    model, dtype = models[0], vllm_config.model_config.dtype
     return {
-        names.WEIGHTS: weights_digest(model, each, vllm_config.model_config.dtype),
+        names.WEIGHTS: " draft ".join(weights_digest(one, each, dtype) for one in models),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),

@@ -48,6 +48,15 @@ HARMLESS = {
 }
 """vLLM's methods that leave the weights alone, and why."""
 
+WRITING = frozenset({
+    "apply_model", "checkpoint_prepare", "checkpoint_restore", "discard", "elastic_ep_execute",
+    "finish_weight_update", "init_weight_transfer_engine", "reinitialize_distributed",
+    "reload_weights", "reset_weights", "shutdown_weight_transfer_engine", "sleep",
+    "start_draft_weight_update", "start_weight_update", "update_weights", "wake_up",
+})  # fmt: skip
+"""vLLM's methods that write weights, unmap them, or of which nobody knows: no operator calls them
+harmless."""
+
 
 def watch_calls(
     executor: Any,

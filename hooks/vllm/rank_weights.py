@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ..weights import WeightsUnknown, hook_tables, model_code
+from ..weights import Place, WeightsUnknown, hook_tables, model_code
 from ..witness import WeightWitness
-from .identity import find_model
+from .identity import find_draft, find_model
 from .weights import watch_weights, weight_places
 
 
@@ -20,7 +20,9 @@ class RankWeights:
     def __init__(self, seconds: float, written: Callable[[str], None]) -> None:
         """``seconds``: in which the witness looks at every tensor once.  ``written``: called on the
         witness's thread once it has found a parameter written, which ``written`` then names."""
-        self.model: torch.nn.Module | None = None
+        self.models: list[torch.nn.Module] = []
+        """The worker's model and, if there is one, the model that drafts for it, whose layers have
+        a part in each block; empty if the former was not found."""
         self.described = True
         """Whether the last description still fits the weights."""
         self.written = ""
@@ -36,22 +38,30 @@ class RankWeights:
         """Find the model among vLLM's objects, and have ``changing`` called before any of their
         methods writes weights."""
         self._owners, self._changing = list(owners), changing
-        self.model = find_model(self._owners)
-        if self.model is not None:
-            watch_weights([self.model, *self._owners], changing)
-            self._code = model_code(self.model)
+        self.models = self._find()
+        if self.models:
+            watch_weights([*self.models, *self._owners], changing)
+            self._code = self._code_now()
+
+    def _find(self) -> list[torch.nn.Module]:
+        if (model := find_model(self._owners)) is None:
+            return []
+        draft = find_draft(self._owners)
+        return [model] if draft is None else [model, draft]
+
+    def _code_now(self) -> list[object]:
+        return [code for model in self.models for code in model_code(model)]
 
     def find_again(self) -> str:
-        """Find the model that vLLM has now: a call of the ranks may have exchanged it, or what its
-        modules compute.  Returns why its blocks cannot be compared with those of other engines;
+        """Find the models that vLLM has now: a call of the ranks may have exchanged one, or what
+        its modules compute.  Returns why its blocks cannot be compared with those of other engines;
         empty if they can."""
-        model = find_model(self._owners)
-        if model is not self.model and model is not None:
-            watch_weights([model], self._changing)
-        self.model = model
-        if model is None:
+        known = set(map(id, self.models))
+        self.models = self._find()
+        watch_weights((each for each in self.models if id(each) not in known), self._changing)
+        if not self.models:
             return "the model was not found, its weights are unknown"
-        if model_code(model) != self._code:
+        if self._code_now() != self._code:
             return (
                 "forward hooks were added to the model, or its modules got another class or "
                 "forward: what they compute cannot be compared"
@@ -64,17 +74,13 @@ class RankWeights:
         if they cannot be watched, and what ``describe`` raises."""
         begun = time.monotonic()
         digests: dict[object, bytes] = {}
-        assert self.model is not None
         self.described, self.written = True, ""
         try:
-            tables, modules = hook_tables(self.model), list(self.model.modules())
+            modules = [module for model in self.models for module in model.modules()]
+            tables = [table for model in self.models for table in hook_tables(model)]
             self._witness.prepare(
-                weight_places(self.model),
-                lambda: (
-                    find_model(self._owners),
-                    list(map(len, tables)),
-                    list(map(type, modules)),
-                ),
+                self._places(),
+                lambda: (self._find(), list(map(len, tables)), list(map(type, modules))),
             )
         except (RuntimeError, TypeError, KeyError) as exc:  # whatever torch says of a tensor
             raise WeightsUnknown(f"the weights cannot be sampled: {exc}") from exc
@@ -85,6 +91,11 @@ class RankWeights:
             self._witness.stop()  # nothing is shared
             raise
         return told, time.monotonic() - begun
+
+    def _places(self) -> Iterator[Place]:
+        for number, model in enumerate(self.models):
+            for place in weight_places(model):
+                yield place._replace(name=f"draft: {place.name}") if number else place
 
     def change(self) -> None:
         """The weights are about to be written, unmapped or exchanged: nothing reads them until they

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvshm._ground.extra_config import own_settings
 from kvshm.config import Config
+from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
+from .rank_calls import WRITING
 from .vllm_scheduler import engine_transfer, kv_role_limit
 
 if TYPE_CHECKING:
@@ -20,9 +22,16 @@ if TYPE_CHECKING:
 
 def checked_settings(own: Mapping[str, Any] | None = None) -> Config:
     """Return the settings of an engine; ``own``: those in vLLM's configuration.  Raises ConfigError
-    for a bad one, and for a transport that is not installed."""
+    for a bad one, for a transport that is not installed, and for a method of vLLM that is said to
+    only read and does not."""
     config = Config.from_env(os.environ, extra_config=own)
     check_installed(config.transport, config.called("transport"))
+    if writing := sorted(WRITING.intersection(config.read_only_calls.split(","))):
+        raise ConfigError(
+            f"{config.called('read_only_calls')}={config.read_only_calls} names vLLM's "
+            f"{', '.join(writing)}: that may write weights or unmap them; name only methods of "
+            "your own worker extension that read"
+        )
     return config
 
 

@@ -155,12 +155,12 @@ class WorkerSide:
         if self._transport is None:
             return RankDescription(None, {}, self._refusal)
         refusal = self._weights.find_again()
-        if refusal or (model := self._weights.model) is None:
+        if refusal:
             return RankDescription(None, {}, refusal)
         # The description covers all changes of the weights before it.
         if self._report is not None:
             self._report.weights_changed = False
-        about = self._vllm_config, self._kv_cache_config, model
+        about = self._vllm_config, self._kv_cache_config, self._weights.models
         try:
             fields, seconds = self._weights.described_by(lambda each: rank_fields(*about, each))
             memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened

@@ -68,6 +68,8 @@ FOLDERS = {
         "test_versions.py": "builds wheels of the tree, and tests those",
         "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_churn.py": "takes most of a minute",
+        "test_check.py": "churns for ten seconds, for the same modules as tests/unit/test_check.py",
+        "test_docs_run.py": "takes half a minute, for commands that other tests run",
         "test_coordinator.py": "takes most of a minute: deaths and silences are waited for",
         "test_client_scripted.py": "waits for many timers; a real coordinator answers in others",
         "test_coordinator_restarts.py": "the same",

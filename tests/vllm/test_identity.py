@@ -62,7 +62,7 @@ def all_fields(directory: Path, architecture: dict[str, Any] | None = None, **gi
     vllm_config = engine_config(directory, architecture or {}, **given)
     kv_cache_config = cache_config(vllm_config, "LBNHC", 8, TWO_LAYERS)
     vllm_config.compilation_config.static_forward_context.update(dict.fromkeys(TWO_LAYERS, Layer()))
-    ranks = [rank_fields(vllm_config, kv_cache_config, small_model())]
+    ranks = [rank_fields(vllm_config, kv_cache_config, [small_model()])]
     return scheduler_fields(vllm_config, kv_cache_config, ranks)
 
 
@@ -140,7 +140,7 @@ def test_the_longest_context_counts_where_it_may_change_a_block(
     for length in (128, 192):
         config = engine_config(tmp_path / str(length), {}, max_model_len=length, **given)
         cache = cache_config(config, "LBNHC", 8, TWO_LAYERS)
-        found.append(rank_fields(config, cache, model)[names.MAX_MODEL_LEN])
+        found.append(rank_fields(config, cache, [model])[names.MAX_MODEL_LEN])
     assert found == ["128", "192"]
 
 
@@ -252,16 +252,26 @@ def test_what_stands_in_a_block_counts(plain: Fields, tmp_path: Path, change: st
         layers = dict(reversed(layers.items()))
     layout = "BLNHC" if change == "layout" else "LBNHC"
     kv_cache_config = cache_config(config, layout, 8, layers)
-    ranks = [rank_fields(config, kv_cache_config, small_model())]
+    ranks = [rank_fields(config, kv_cache_config, [small_model()])]
     other = scheduler_fields(config, kv_cache_config, ranks)
     field = names.LAYOUT if change == "layout" else names.LAYERS
     assert field in differences(plain, other)
 
 
+def test_a_model_that_drafts_counts(tmp_path: Path) -> None:
+    config = engine_config(tmp_path / "m", {})
+    cache = cache_config(config, "LBNHC", 8, TWO_LAYERS)
+    found = {
+        rank_fields(config, cache, [small_model(), *drafts])[names.WEIGHTS]
+        for drafts in ([], [small_model()], [small_model(2)])
+    }
+    assert len(found) == 3
+
+
 def test_ranks_are_joined_in_their_order(tmp_path: Path) -> None:
     config = engine_config(tmp_path / "m", {})
     kv_cache_config = cache_config(config, "LBNHC", 8, TWO_LAYERS)
-    a, b = (rank_fields(config, kv_cache_config, small_model(seed)) for seed in (1, 2))
+    a, b = (rank_fields(config, kv_cache_config, [small_model(seed)]) for seed in (1, 2))
     b = b | {names.HARDWARE: "another"}
 
     def weights_and_hardware(*ranks: Fields) -> tuple[str, str]:
@@ -341,6 +351,7 @@ def test_vllms_runners_still_have_get_model() -> None:
 
     for runner in (CPUModelRunner, GPUModelRunner):
         assert callable(runner.get_model)
+        assert callable(runner.get_draft_model)
         assert callable(runner.initialize_kv_cache)
 
 

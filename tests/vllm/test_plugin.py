@@ -112,6 +112,16 @@ def test_a_misspelt_switch_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> N
         plugin.activate()
 
 
+def test_no_call_of_vllm_that_writes_weights_is_called_read_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv("KVSHM_READ_ONLY_CALLS", "my_stats,apply_model,sleep")
+    said = "KVSHM_READ_ONLY_CALLS=my_stats,apply_model,sleep names vLLM's apply_model, sleep"
+    with pytest.raises(ConfigError, match=said):
+        plugin.activate()
+
+
 @pytest.mark.usefixtures("enabled")
 def test_an_empty_transfer_config_is_filled(make_config: MakeConfig, lines: Lines) -> None:
     config = make_config()

@@ -18,7 +18,7 @@ from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvshm.hooks.vllm.rank_calls import HARMLESS
+from kvshm.hooks.vllm.rank_calls import HARMLESS, WRITING
 
 from .test_private_facts import in_order
 
@@ -35,14 +35,6 @@ def test_calls_of_the_ranks_pass_the_executor() -> None:
     in_order(WorkerProc.worker_busy_loop, "while True", "_execute_worker_rpc(", "dequeue(")
 
 
-WRITING = {
-    "apply_model", "checkpoint_prepare", "checkpoint_restore", "discard", "elastic_ep_execute",
-    "finish_weight_update", "init_weight_transfer_engine", "reinitialize_distributed",
-    "reload_weights", "reset_weights",
-    "shutdown_weight_transfer_engine", "sleep", "start_draft_weight_update", "start_weight_update",
-    "update_weights", "wake_up",
-}  # fmt: skip
-"""Calls that end what is shared: they write weights, unmap them, or nobody knows."""
 STARTING = {
     "adjust_rank", "compile_or_warm_up_model", "determine_available_memory", "init_device",
     "init_worker", "initialize_from_config", "load_model", "set_kv_cache_layout",

@@ -51,7 +51,9 @@ class Runner:
 def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConnector]:
     """A worker's connector with a model; its witness looks every ten milliseconds."""
     monkeypatch.setattr(
-        worker, "rank_fields", lambda c, k, model, each: {"weights": weights_digest(model, each)}
+        worker,
+        "rank_fields",
+        lambda c, k, models, each: {"weights": "".join(weights_digest(m, each) for m in models)},
     )
     side = object.__new__(WorkerSide)
     side._finished, side._failed, side._bad, side._report = set(), set(), set(), None
@@ -85,8 +87,7 @@ def side_of(connector: KvshmConnector) -> WorkerSide:
 
 def write(connector: KvshmConnector) -> None:
     """Write the weights so that nobody hears of it."""
-    model = side_of(connector)._weights.model
-    assert model is not None
+    (model,) = side_of(connector)._weights.models
     model[0].weight.data.add_(1)  # type: ignore[index,operator,union-attr]  # a Sequential
 
 
@@ -226,9 +227,8 @@ def test_nothing_looks_at_weights_that_sleep(sharing: KvshmConnector, method: st
 @pytest.mark.parametrize("kind", ["meta", "sparse"])
 def test_weights_that_cannot_be_sampled_are_not_shared(rank: KvshmConnector, kind: str) -> None:
     side = side_of(rank)
-    assert side._weights.model is not None
     odd = torch.empty(9, device="meta") if kind == "meta" else torch.zeros(9).to_sparse()
-    side._weights.model.register_buffer("odd", odd)
+    side._weights.models[0].register_buffer("odd", odd)
     assert "the weights cannot be sampled" in side.describe().refusal
     assert side._weights._witness._samples is None
 
@@ -295,3 +295,21 @@ def test_a_rank_describes_the_model_that_vllm_has_now(
     else:
         assert described.fields["weights"] != before.fields["weights"]
         assert described.fields["weights"] == weights_digest(runner.model)
+
+
+def test_the_model_that_drafts_is_described_and_watched_too(
+    rank: KvshmConnector, own: AnyTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers have a part in each block."""
+    side, draft = side_of(rank), torch.nn.Sequential(layer(seed=5))
+    alone = side.describe().fields
+    monkeypatch.setattr(runner_of(rank), "get_draft_model", lambda: draft, raising=False)
+    side._weights._code *= 2  # it was there at the start
+    step(rank, StepMetadata(1, describe=1))
+    assert side.describe().fields != alone
+    step(rank, StepMetadata(2, open_epoch=own.epoch))
+    assert own.life(0) == own.epoch
+    draft[0].weight.data.add_(1)
+    until(lambda: own.life(0) == 0)
+    until(lambda: own.errors())
+    assert own.errors()[0].text == "rank 0: weights written: draft: 0.weight"
