@@ -112,14 +112,14 @@ def test_a_misspelt_switch_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> N
         plugin.activate()
 
 
+@pytest.mark.usefixtures("enabled")
 def test_no_call_of_vllm_that_writes_weights_is_called_read_only(
-    monkeypatch: pytest.MonkeyPatch,
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSHM_ENABLE", "1")
     monkeypatch.setenv("KVSHM_READ_ONLY_CALLS", "my_stats,apply_model,sleep")
     said = "KVSHM_READ_ONLY_CALLS=my_stats,apply_model,sleep names vLLM's apply_model, sleep"
     with pytest.raises(ConfigError, match=said):
-        plugin.activate()
+        make_config()
 
 
 @pytest.mark.usefixtures("enabled")
