@@ -14,6 +14,10 @@ KEPT_SECONDS = 1.0
 """How long, with several groups, a plan is kept while its request waits for room or for its turn to
 copy.  Blocks that are reused meanwhile cannot be leased."""
 
+DECIDED_SECONDS = 10.0
+"""How long a decision on a waiting request is kept, unless costs become known meanwhile: far longer
+than from step to step, so that waiting makes few trials."""
+
 
 class Answer(NamedTuple):
     """What a request's last search has brought."""
@@ -27,6 +31,17 @@ class Answer(NamedTuple):
     """Tokens where windows are to be kept although nothing is imported."""
 
 
+class Decision(NamedTuple):
+    """Whether an import is worth it."""
+
+    until: float
+    """Until when it counts."""
+    about: tuple[int, int, bool, bool]
+    """Start and length of the plan, whether the request loses time besides the copy, and whether
+    costs were known."""
+    worth: bool
+
+
 class Lookups:
     """The lookups of one engine's requests.  Scheduler's thread."""
 
@@ -38,8 +53,8 @@ class Lookups:
         self._clock = clock
         self._answers: dict[str, Answer] = {}
         """By request."""
-        self._decisions: dict[str, tuple[tuple[int, int, bool], bool]] = {}
-        """By request: what was decided on, and whether it is worth it."""
+        self._decisions: dict[str, Decision] = {}
+        """By request."""
 
     def find(self, request: Any, start: int, stop: int) -> Plan | None:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
@@ -79,18 +94,20 @@ class Lookups:
 
     def is_worth(self, request: Any, plan: Plan, waiting: float) -> bool:
         """Whether to import the plan's blocks rather than compute them.  Decided once for each
-        request and prefix: vLLM asks in every step while the request waits, and one of so many
-        decisions is a trial.  ``waiting``: as for ``LoadPlanner.worth``."""
-        about = plan.start, plan.length, waiting > 0
-        known, worth = self._decisions.get(request.request_id, (None, False))
-        if known != about:
-            worth = self._planner.worth(plan, waiting)
-            self._decisions[request.request_id] = about, worth
-        if not worth and not self.groups.one_full:
+        request and prefix, and again every DECIDED_SECONDS: vLLM asks in every step while the
+        request waits, and one of so many decisions is a trial.  ``waiting``: as for
+        ``LoadPlanner.worth``."""
+        about = plan.start, plan.length, waiting > 0, self._planner.costs.known
+        decision = self._decisions.get(request.request_id)
+        if decision is None or decision.about != about or self._clock() >= decision.until:
+            until = self._clock() + DECIDED_SECONDS
+            decision = Decision(until, about, self._planner.worth(plan, waiting))
+            self._decisions[request.request_id] = decision
+        if not decision.worth and not self.groups.one_full:
             until = self._clock() + AGAIN_SECONDS
             common = getattr(request, "shared_prefix_boundary", 0)
             self._answers[request.request_id] = Answer(until, (0, 0), None, common)
-        return worth
+        return decision.worth
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or the blocks of its plan have been allocated."""

@@ -125,7 +125,7 @@ def may_share(request: Any, share: Share) -> bool:
         return False  # an image's name may be chosen by the client
     if request.prompt_embeds is not None:
         return False  # the hash leaves out which positions are token ids and which embeddings
-    if share is Share.SALTED_ONLY and request.cache_salt is None:
+    if share is Share.SALTED_ONLY and not request.cache_salt:  # vLLM's hash leaves an empty one out
         return False
     return options_of(request).share
 

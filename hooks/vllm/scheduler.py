@@ -317,18 +317,19 @@ class SchedulerSide:
         self.prompts.imports_failed()
 
     def output(
-        self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
+        self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:
         """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, including
-        loads of other connectors (in a MultiConnector)."""
+        other connectors' loads (in a MultiConnector).  Leaves in ``finished`` what vLLM awaits."""
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return
+        if finished and self._vllm is not None:
+            self._vllm.leave_awaited(finished)
         try:
             self._process(finished, report, invalid)
         finally:
-            if finished:
-                self.importer.drop(finished)
+            self.importer.drop(finished)
 
     def _process(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
         loads = report.loads if report is not None else ()

@@ -8,12 +8,13 @@ imports might fill them while such a step still writes.  And a load under way ho
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.config import KVTransferConfig
 
-from kvshm._ground.log import logger
+from kvshm._ground.log import RateLimit, logger
 from kvshm._ground.roles import Decision, Limit
 
 from .call_stack import callers_with
@@ -53,6 +54,7 @@ class VllmScheduler:
         """The step that must have ended before anything may be imported; 0: none."""
         self._ran: list[Any] | None = None
         """The requests that the present reset preempts, in their order; None: it preempts none."""
+        self._log_limit = RateLimit(time.monotonic)
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
 
@@ -76,8 +78,20 @@ class VllmScheduler:
 
     def holds_back(self, request_id: str) -> bool:
         """Whether the request, or what is left of it after its end, waits for a load."""
+        arrived = request_id in self.scheduler.finished_recving_kv_req_ids
+        return not arrived and self._awaits(request_id)
+
+    def leave_awaited(self, reported: set[str]) -> None:
+        """Leave of the requests whose loads are reported as ended, which vLLM goes through next,
+        only those that it awaits: it would end at another one."""
+        odd = {name for name in reported if not self._awaits(name)}
+        reported -= odd
+        if odd and self._log_limit.allows("not awaited"):
+            log.warning("loads reported as ended that no request waits for: %d; ignored", len(odd))
+
+    def _awaits(self, request_id: str) -> bool:
         request = self.scheduler.requests.get(request_id)
-        if request is None or request_id in self.scheduler.finished_recving_kv_req_ids:
+        if request is None:
             return False
         return bool(request.is_finished() or request.status.name == "WAITING_FOR_REMOTE_KVS")
 

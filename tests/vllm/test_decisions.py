@@ -27,7 +27,7 @@ from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm import counters as c
 from kvshm._shm.layout import RECORD_BYTES
-from kvshm.hooks.vllm import step_times
+from kvshm.hooks.vllm import lookups, step_times
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.pool_room import PoolRoom
 from kvshm.hooks.vllm.ready_peers import LATE_SECONDS
@@ -125,6 +125,30 @@ def test_a_prefix_is_imported_where_that_is_faster(
     assert n.count(c.MISS_CHEAPER) == (not imported)
     if not imported:
         assert sent.output.num_scheduled_tokens["wants"] == len(prompt(BLOCKS))
+
+
+@pytest.mark.parametrize("seconds", [0.0, lookups.DECIDED_SECONDS], ids=["known", "later"])
+def test_a_request_that_waits_is_decided_on_again(
+    node: Callable[..., Node], seconds: float
+) -> None:
+    """When costs become known, and when they have changed since."""
+    n = node("auto")
+    n.attach()
+    costs, now = n.side.cache.planner.costs, n.side.importer.lookups._clock()
+    n.side.importer.lookups._clock = lambda: now
+    costs.known = bool(seconds)
+    n.e.add("runs", prompt(0), max_tokens=400)
+    n.e.step()
+    n.e.add("wants", prompt(BLOCKS, first=2000))
+    for _ in range(300):
+        n.answer(n.e.schedule(throttled=True))
+    assert n.count(c.MISS_CHEAPER) == 1
+    for tokens in [1] * 30 + [256] * 5:
+        costs.add_step(tokens, 0.005 + 0.001 * tokens)
+    now += seconds
+    sent = n.e.schedule()
+    assert sent.metadata.at_once
+    n.answer(sent)
 
 
 def test_a_step_that_waited_for_a_copy_says_nothing_of_computing(

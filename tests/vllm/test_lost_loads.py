@@ -23,6 +23,7 @@ from kvshm.hooks.vllm.imports import Way
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 
+from .conftest import Lines
 from .scheduling import DrivenEngine, Sent
 from .test_resets import Worker, finish
 from .test_resets import loading as loading
@@ -182,11 +183,25 @@ def test_a_load_that_has_just_ended_when_ranks_are_asked_is_reported(loading: Lo
     finish(e, one)
 
 
-def test_a_report_that_matches_no_load_changes_nothing(loading: Loading) -> None:
+def test_a_report_that_matches_no_load_changes_nothing(loading: Loading, lines: Lines) -> None:
+    """vLLM would end at what it does not wait for."""
     e, one = loading(NEVER)
     sent = e.schedule()
     strange = [LoadReport("nobody's", ()), LoadReport(12345, ())]
-    e.answer(sent, KVConnectorOutput(kv_connector_worker_meta=RankReport(0, loads=strange)))
+    meta = RankReport(0, loads=strange)
+    e.answer(sent, KVConnectorOutput(finished_recving={"nobody's"}, kv_connector_worker_meta=meta))
     assert e.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert any("no request waits for: 1" in line for line in lines)
     one.cache.end_now()
+    finish(e, one)
+
+
+def test_a_load_that_is_reported_again_changes_nothing(loading: Loading) -> None:
+    e, one = loading(NEVER)
+    one.cache.end_now()
+    while "a" in e.scheduler.requests:
+        sent = e.schedule()
+        output = one.output_of(sent)
+        output.finished_recving = {"a"}
+        e.answer(sent, output)
     finish(e, one)
