@@ -25,6 +25,8 @@ WAIT_SECONDS = 1.0
 """Longest wait for one load, unless the user says otherwise."""
 END_SECONDS = 0.1
 """How long a load that was cancelled may take to end before it is left to itself."""
+ROOM_SECONDS = 5.0
+"""Longest wait for the blocks of a load that was left to itself."""
 
 
 @dataclass
@@ -100,7 +102,7 @@ class Importer:
     @guarded(lambda *_: None)
     def finish(self) -> None:
         """Wait for loads that were left to themselves; their blocks are the pool's, which is about
-        to be reset.  Blocks for some seconds if a peer hangs."""
+        to be reset.  Blocks for as long as they may write into these blocks."""
         left, self._left = self._left, []
         for load, _ in left:
             load.wait()
@@ -108,10 +110,10 @@ class Importer:
     @guarded(lambda *_: False)
     def make_room(self) -> bool:
         """Make blocks free of loads that were left to themselves, because nothing else can give any
-        before transformers gives up.  Return whether there are any.  Blocks for some seconds if a
-        peer hangs."""
+        before transformers gives up.  Return whether there are any.  Blocks for ROOM_SECONDS at
+        most."""
         if self._left and not self._prefixes.node.closed:
-            self._left[0][0].wait()
+            self._left[0][0].wait(ROOM_SECONDS)
         return self.collect()
 
     def _has_room(self, tokens: int, start: int) -> bool:

@@ -38,7 +38,7 @@ from .at_once import AtOnce
 from .held_requests import HeldRequests
 from .imports import Import, Tables, Way, loaded_blocks
 from .lookups import Lookups
-from .pool_room import PoolRoom
+from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .ready_peers import ReadyPeers
 from .request_share import may_share
 from .twins import Twins
@@ -74,7 +74,7 @@ class RequestImporter:
         self.at_once = AtOnce()
         self.peers = ReadyPeers(num_ranks, clock)
         self.held = HeldRequests(clock)
-        self._num_ranks = num_ranks
+        self._num_ranks, self._clock = num_ranks, clock
         self._attempts = count()
         self._begun = 0.0
         """Estimated seconds of the asynchronous copies that the step being built begins."""
@@ -85,7 +85,7 @@ class RequestImporter:
         """Those whose load the step being built hands over to the ranks."""
         self._twins = Twins(clock)
         self._failed: set[str] = set()
-        self._had_no_room: dict[str, int] = {}  # free blocks when a request's import did not fit
+        self._had_no_room: dict[str, tuple[int, float]] = {}  # free blocks then, and until when
         self._ended: set[str] = set()
         """Requests that ended while their load was under way."""
         self.unscheduled: set[str] = set()
@@ -191,11 +191,12 @@ class RequestImporter:
     def _fits(self, request: Any, blocks: int, awaited: tuple[bool, ...]) -> bool:
         """Whether vLLM would admit an import of so many blocks, awaited or not.  A request that
         vLLM does not admit blocks all requests behind it, while without the import it would be
-        computed.  A refused request stays refused until a block has become free."""
+        computed.  A refused request stays refused for a second, or until a block becomes free."""
         if (room := self.room) is None:
             return True
         free, request_id = room.free(), request.request_id
-        if free <= self._had_no_room.get(request_id, -1):
+        had, until = self._had_no_room.get(request_id, (-1, 0.0))
+        if free <= had and self._clock() < until:
             return False
         if any(free > blocks if way else room.admits(blocks, request) for way in awaited):
             return True
@@ -203,9 +204,8 @@ class RequestImporter:
         return False
 
     def _refuse(self, request_id: str, free: int) -> None:
-        """There is no room for the request's import: have it computed if there is room for that,
-        until more blocks than ``free`` are."""
-        self._had_no_room[request_id] = free
+        """There is no room for the request's import: have it computed if there is room for that."""
+        self._had_no_room[request_id] = free, self._clock() + NO_ROOM_SECONDS
         self._cache.count(MISS_NO_ROOM)
 
     def may_share(self, request: Any) -> bool:

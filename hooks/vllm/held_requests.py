@@ -44,12 +44,19 @@ class HeldRequests:
         """When they were held back, or when their load was last found to go on."""
         self._forgotten: dict[str, int] = {}
         """Of those whose load every rank has forgotten: how many steps were built by then."""
+        self._goes_on: dict[str, float] = {}
+        """Of those whose load could not be ended: after how many seconds that is tried again."""
         self._looked_at = clock()
         self._log_limit = RateLimit(clock)
         self._built = 0
 
     def __len__(self) -> int:
         return len(self._since)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a load could not be ended and may hold up those behind it."""
+        return bool(self._goes_on)
 
     def add(self, request_id: str) -> None:
         """vLLM holds this request back from now on."""
@@ -59,8 +66,8 @@ class HeldRequests:
     def reported(self, request_ids: Iterable[str]) -> None:
         """vLLM has heard that the loads of these requests have ended."""
         for request_id in request_ids:
-            self._since.pop(request_id, None)
-            self._forgotten.pop(request_id, None)
+            for table in (self._since, self._forgotten, self._goes_on):
+                table.pop(request_id, None)
 
     def find_lost(
         self, vllm: VllmScheduler, end_loads: Callable[[Sequence[str]], Set[str]]
@@ -88,11 +95,15 @@ class HeldRequests:
         if overdue := [name for name in waiting if now - self._since[name] >= LOST_SECONDS]:
             ended = end_loads(overdue)
             self._forgotten.update(dict.fromkeys(ended, self._built))
-            self._since.update(dict.fromkeys(overdue, now))
+            for name in overdue:  # asking may stop the engine for a second: more and more rarely
+                pause = self._goes_on.pop(name, LOST_SECONDS)
+                self._since[name] = now + pause - LOST_SECONDS
+                if name not in ended:
+                    self._goes_on[name] = 2 * pause
             if len(ended) < len(overdue) and self._log_limit.allows("goes on"):
                 log.warning(
                     "a load has not ended within %g s and cannot be ended: its copy goes on, and "
-                    "its request waits for it",
+                    "its request waits for it; nothing is imported until it has ended",
                     LOST_SECONDS,
                 )
 

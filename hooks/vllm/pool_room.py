@@ -10,6 +10,9 @@ from kvshm.halves import Groups
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
+NO_ROOM_SECONDS = 1.0
+"""How long a request for whose import there was no room is not looked up again, unless more blocks
+are free: prefills under way may need fewer by then, or the import another way."""
 SPARE = 8
 """An 8th of the pool's blocks must stay free during an asynchronous import, for requests that
 arrive or decode meanwhile: vLLM schedules no request behind one that waits for blocks."""

@@ -208,7 +208,7 @@ class SchedulerSide:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
         whether vLLM must hold the request back for them.  Nothing while steps from before a reset
         may still write to free blocks; at the start, ask again until the peers are known."""
-        if not self.may_import():
+        if not self.may_import() or self.importer.held.hangs:
             self.importer.pass_over(request.request_id)
             return 0, False
         if self.cache.lookups_are_early and self.importer.may_share(request):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm import envs
 from vllm.config import KVTransferConfig
 
 from kvshm._ground.log import RateLimit, logger
@@ -20,6 +21,8 @@ from kvshm._ground.roles import Decision, Limit
 from .call_stack import callers_with
 
 log = logger(__name__)
+
+CLIENTS_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1"
 
 
 def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
@@ -169,6 +172,9 @@ def scheduler_limits(found: VllmScheduler | None, engine: KVTransferConfig) -> I
     failed load would be an error, and a step under way may write to a block while an import fills
     it."""
     yield kv_role_limit(engine, " of the engine")
+    # vLLM ends at a client's retry of a request whose load is still under way.
+    named_by_clients = bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)
+    yield Limit(CLIENTS_IDS, no_exports=False, no_imports=named_by_clients)
     if found is None:
         yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
         return

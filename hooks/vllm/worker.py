@@ -299,8 +299,10 @@ class WorkerSide:
         self.collect()
         wanted = set(load_ids) - self._finished
         for load_id in wanted & self._under_way.keys():
-            if self._cache is not None:
+            if self._cache is not None and self._cache.carries_out(load_id):
                 self._cache.cancel(load_id)
+            else:
+                del self._under_way[load_id]  # its begin has failed
         self.wait_for_end(wanted)
         ended = wanted - self._under_way.keys()
         self.forget(ended)

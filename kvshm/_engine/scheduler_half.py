@@ -135,12 +135,14 @@ class SchedulerHalf:
         a time."""
         if self._meets_peers is None:
             self._meets_peers = not self.role.no_imports
+        if self._meets_peers and self._requested is None:  # its cache was reset: perhaps later
+            return False
         if self._meets_peers and not self.is_member:  # the coordinator may end meanwhile
             self._meets_peers = is_served(tables_socket(self._run_dir, self._config.namespace))
         if self._meets_peers:
-            state, wanted = self.epoch_state, self._requested is not None
+            state = self.epoch_state
             known = state is not None and self._handler.knows_roster(Epoch(state.table.epoch))
-            self._meets_peers = wanted and not (known or self.failed or self.is_refused)
+            self._meets_peers = not (known or self.failed or self.is_refused)
         return self._meets_peers
 
     @property

@@ -153,14 +153,18 @@ class RankHalf:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
         launched = call_optional(self.transport, "note_launched").result
-        self._unreported += 1
-        self._show_pending()
-        if self._rank == 0 and table is not None:
-            table.counters.add(LOADS_STARTED, 1)
         about = {"verify": self._verify, "clock": self._clock, "launched": launched}
         new = RankLoad(load, self._attachments, table, wake=self._wake, **about)
         self._begun[load.load_id] = new
         self._loads.put(new)
+        self._unreported += 1
+        self._show_pending()
+        if self._rank == 0 and table is not None:
+            table.counters.add(LOADS_STARTED, 1)
+
+    def carries_out(self, load_id: LoadId) -> bool:
+        """Whether a load was begun by ``begin_load`` and ``poll`` has yet to report it."""
+        return load_id in self._begun
 
     def cancel(self, load_id: LoadId) -> None:
         """Have a load begun by ``begin_load`` end early; ``poll`` reports all its blocks as bad.
@@ -168,7 +172,11 @@ class RankHalf:
         load thread has ended and no other can be started."""
         if (load := self._begun.get(load_id)) is not None:
             load.cancel()
-            if not self._thread.is_alive():
+            if load.take():  # the load thread has not begun it, and may hang in the copy of another
+                while not load.advance():
+                    pass  # it has no copies: an error discards it, and then it ends
+                self._reports.append(load.report)
+            elif not self._thread.is_alive():
                 self._thread = self._start_thread()
             self._wake()
 
@@ -271,14 +279,16 @@ class RankHalf:
 
     def _start_thread(self) -> threading.Thread:
         """Start the load thread, with the loads that one before it has not ended."""
-        thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
+        ended = {report.load_id for report in self._reports}
+        left = [load for name, load in self._begun.items() if name not in ended]
+        for load in left:
+            load.take()  # if the one before it has not
+        thread = threading.Thread(target=self._run, args=[left], name="kvshm-loads", daemon=True)
         start_thread(thread)
         return thread
 
-    def _run(self) -> None:
+    def _run(self, active: list[RankLoad]) -> None:
         call_optional(self.transport, "enter_thread")
-        ended = {report.load_id for report in self._reports}
-        active = [load for name, load in list(self._begun.items()) if name not in ended]
         while active or not self._closing:
             active = self._go_round(active)
         self._attachments.close()
@@ -291,8 +301,8 @@ class RankHalf:
         pause = POLL_SECONDS if any(load.polled for load in active) else TIDY_SECONDS
         arrived = self._arrived(pause)
         self._closing |= _CLOSE in arrived
-        new = (each for each in arrived if isinstance(each, RankLoad))
-        active = list(dict.fromkeys([*active, *new]))  # ``_run`` may have found it before it came
+        new = (each for each in arrived if isinstance(each, RankLoad) and each.take())
+        active = [*active, *new]
         self._went_round()
         ended = [load for load in active if load.advance()]
         active = [load for load in active if load not in ended]

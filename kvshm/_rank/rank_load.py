@@ -7,6 +7,7 @@ ends without a report, and reports only after the last of its copies has ended.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -97,6 +98,7 @@ class RankLoad:
         self._discarded = False
         self._released = False
         self._cancelled = False
+        self._taken = threading.Lock()
         self.peers = frozenset(piece.peer_epoch for piece in load.pieces)
         """Epochs whose attachments this load needs until it has ended."""
         self.report = LoadReport(load.load_id, ())
@@ -143,6 +145,10 @@ class RankLoad:
     def _elapsed(self) -> float:
         """Seconds since the first of its copies began; 0 before, and if they were queued."""
         return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
+
+    def take(self) -> bool:
+        """Whether the caller is to call ``advance``: nobody has asked before.  Any thread."""
+        return self._taken.acquire(blocking=False)
 
     def cancel(self) -> None:
         """Have the load end early and deliver nothing.  Any thread; its end is reported as that of

@@ -1,6 +1,8 @@
-"""A rank whose load thread has ended, which nothing is known to bring about."""
+"""A rank whose load thread has ended or hangs, which nothing is known to bring about."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 
@@ -39,4 +41,34 @@ def test_a_load_that_a_dead_load_thread_has_left_ends_when_it_is_cancelled(
         "left": {14},
         "queued": {16},
     }
+    assert opened.poll() == []
+
+
+def test_a_load_behind_a_copy_that_hangs_ends_when_it_is_cancelled(
+    opened: RankHalf, exporter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leases are given back; what hangs ends when it can."""
+    peer, hangs, go_on = exporter(), threading.Event(), threading.Event()
+    advance = RankLoad.advance
+
+    def hanging(load: RankLoad) -> bool:
+        if load.report.load_id == "hangs":
+            hangs.set()
+            go_on.wait(30)
+        return advance(load)
+
+    monkeypatch.setattr(RankLoad, "advance", hanging)
+    opened.begin_load(load_of(piece_of(peer, 3), name="hangs"))
+    assert hangs.wait(30)
+    opened.begin_load(load_of(piece_of(peer, 5), name="behind"))
+    opened.cancel("hangs")
+    opened.cancel("behind")
+    assert {name: set(report.bad) for name, report in reports(opened, 1).items()} == {
+        "behind": {15}
+    }
+    assert not opened.carries_out("behind")
+    assert opened.carries_out("hangs")
+    go_on.set()
+    assert set(reports(opened, 1)) == {"hangs"}
+    opened.cancel("behind")
     assert opened.poll() == []

@@ -29,7 +29,7 @@ from kvshm._shm import counters as c
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm import lookups, step_times
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.hooks.vllm.pool_room import PoolRoom
+from kvshm.hooks.vllm.pool_room import NO_ROOM_SECONDS, PoolRoom
 from kvshm.hooks.vllm.ready_peers import LATE_SECONDS
 from kvshm.hooks.vllm.twins import TWIN_WAIT_SECONDS
 
@@ -291,6 +291,17 @@ def test_what_does_not_fit_is_looked_up_again_when_blocks_become_free(
     assert n.lookups == 1
     assert len(n.e.schedule().metadata.at_once) == 1
     assert n.side.importer._had_no_room == {}
+
+
+def test_what_does_not_fit_is_looked_up_again_after_a_while(node: Callable[..., Node]) -> None:
+    """Without more free blocks: prefills under way may need fewer."""
+    n = node(num_blocks=12)
+    crowd(n)
+    n.e.step()
+    assert n.lookups == 1
+    n.now += NO_ROOM_SECONDS
+    n.e.step()
+    assert (n.lookups, n.count(c.MISS_NO_ROOM)) == (2, 2)
 
 
 def test_without_room_for_a_block_nothing_is_looked_up(node: Callable[..., Node]) -> None:

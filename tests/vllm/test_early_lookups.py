@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 from kvshm._ground.rundir import tables_socket
 from kvshm._node.protocol import Joined
 
-from .scheduling import DrivenEngine, Make, prompt
+from ..waiting import until
+from .scheduling import DrivenEngine, Make, described, prompt
 
 
 class Starting:
@@ -75,6 +76,22 @@ def test_it_waits_for_a_while_and_no_other_one_waits_again(starting: Starting) -
     assert starting.scheduled() == {"early"}
     starting.engine.add("later", prompt(4, first=99))
     assert starting.scheduled() == {"early", "later"}
+
+
+def test_it_waits_too_if_the_cache_was_reset_before(starting: Starting) -> None:
+    """As a trainer does first; the ranks describe themselves in the first request's step."""
+    e = starting.engine
+    assert e.scheduler.reset_prefix_cache()
+    e.add("first", prompt(4))
+    sent = e.schedule()
+    assert sent.metadata.describe
+    assert set(sent.output.num_scheduled_tokens) == {"first"}
+    e.run(sent, described(sent))
+    e.add("early", prompt(4, first=99))
+    assert starting.scheduled() == {"first"}
+    until(lambda: starting.cache.epoch_state is not None)
+    starting.joins()
+    assert starting.scheduled() == {"first", "early"}
 
 
 def test_nothing_waits_without_a_coordinator(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

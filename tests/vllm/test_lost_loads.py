@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,15 +17,16 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm._engine.load_plan import LoadReport
-from kvshm._shm.counters import LOADS_LOST
+from kvshm._engine.load_plan import LoadOrder, LoadReport
+from kvshm._shm.counters import LOADS_LOST, MISS_NOT_IMPORTING
+from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.held_requests import LOOK_SECONDS, LOST_SECONDS
 from kvshm.hooks.vllm.imports import Way
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 
 from .conftest import Lines
-from .scheduling import DrivenEngine, Sent
+from .scheduling import DrivenEngine, Sent, prompt
 from .test_resets import Worker, finish
 from .test_resets import loading as loading
 
@@ -42,6 +44,16 @@ def not_begun(e: DrivenEngine, one: Worker) -> None:
     """A rank has thrown it away."""
     begun = one.side._under_way
     one.cache.begin_load = lambda load: begun.pop(load.load_id, None)  # type: ignore[method-assign]
+
+
+def begin_fails(e: DrivenEngine, one: Worker) -> None:
+    """And fails again where a rank whose hook has failed begins it only to report it."""
+
+    def fail(load: LoadOrder) -> None:
+        raise RuntimeError("planted")
+
+    one.connector.strict = False
+    one.cache.begin_load = fail  # type: ignore[method-assign]
 
 
 def not_ended(e: DrivenEngine, one: Worker) -> None:
@@ -116,6 +128,50 @@ def test_a_request_whose_load_is_lost_is_computed_and_its_blocks_come_back(
     assert e.table.counters.read(LOADS_LOST) == 1
     finish(e, one)
     assert not held
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["waits", "aborted"])
+def test_a_load_that_a_rank_could_not_begin_is_lost_too(loading: Loading, aborted: bool) -> None:
+    """kvshm is off then."""
+    e, one = loading(NEVER, before=begin_fails)
+    held, now = e.connector._scheduler.importer.held, [time.monotonic()]
+    held._clock = lambda: now[0]
+    held.add("a")
+    if aborted:
+        e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    for _ in range(int(LOST_SECONDS) + 6):
+        now[0] += LOOK_SECONDS
+        one.step()
+    finish(e, one)
+    assert not held
+
+
+def test_beside_a_copy_that_hangs_nothing_is_imported_and_ranks_are_asked_ever_more_rarely(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads behind it would hang as well, and asking stops the engine for a second."""
+    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.0)
+    e, one = loading(NEVER)
+    monkeypatch.setattr(one.cache, "cancel", lambda _: None)
+    asked: list[float] = []
+    end_loads, now = one.side.end_loads, [0.0]
+    monkeypatch.setattr(
+        one.side, "end_loads", lambda ids: (asked.append(now[0]), end_loads(ids))[1]
+    )
+    held = e.connector._scheduler.importer.held
+    held._clock = lambda: now[0]
+    held._looked_at = 0.0
+    held.add("a")
+    while len(asked) < 4:
+        now[0] += LOOK_SECONDS
+        one.step()
+    assert [b - a for a, b in pairwise(asked)] == [LOST_SECONDS, 2 * LOST_SECONDS, 4 * LOST_SECONDS]
+    e.add("b", prompt(4, first=9000), max_tokens=1)
+    one.step()
+    assert e.table.counters.read(MISS_NOT_IMPORTING) == 1
+    one.cache.end_now()
+    finish(e, one)
+    assert not held.hangs
 
 
 def test_a_report_that_was_on_its_way_when_ranks_were_asked_counts(

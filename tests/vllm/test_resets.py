@@ -55,6 +55,9 @@ class Copying:
     def cancel(self, _: LoadId) -> None:
         self.end_now()
 
+    def carries_out(self, load_id: LoadId) -> bool:
+        return load_id in {load.load_id for load in self._loads}
+
     def open_epoch(self, _: str) -> None:
         """Nothing is exported."""
 

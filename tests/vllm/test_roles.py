@@ -7,11 +7,13 @@ rows give nothing back.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
+from unittest.mock import patch
 
 import pytest
 
@@ -27,7 +29,12 @@ from kvshm.config import Config
 from kvshm.hooks.vllm import plugin, pool_watch
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
-from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler, kv_role_limit, scheduler_limits
+from kvshm.hooks.vllm.vllm_scheduler import (
+    CLIENTS_IDS,
+    VllmScheduler,
+    kv_role_limit,
+    scheduler_limits,
+)
 
 from .conftest import Lines
 from .scheduling import (
@@ -62,7 +69,7 @@ def rows() -> Iterator[Row]:
 
 ROWS = tuple(rows())
 SOURCES = tuple(dict.fromkeys(row.source for row in ROWS))
-SHARE, ROLE, KV_ROLE, ENGINES_KV_ROLE, SCHEDULER, POOL = SOURCES
+SHARE, ROLE, KV_ROLE, ENGINES_KV_ROLE, IDS, SCHEDULER, POOL = SOURCES
 CELLS = list(product(*([row for row in ROWS if row.source == source] for source in SOURCES)))
 
 
@@ -98,13 +105,16 @@ def decided(cell: tuple[Row, ...]) -> tuple[Decision, dict[str, str]]:
     config = Config.from_env({"KVSHM_SHARE": value[SHARE], "KVSHM_ROLE": value[ROLE]})
     own = kv_role_limit(transfer(value[KV_ROLE]))
     engines = transfer(value[ENGINES_KV_ROLE])
-    found = list(scheduler_limits(scheduler(value[SCHEDULER]), engines))
+    ids = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": str(int(value[IDS] == CLIENTS_IDS))}
+    with patch.dict(os.environ, ids):
+        found = list(scheduler_limits(scheduler(value[SCHEDULER]), engines))
     limits = [own, *found, *pool_limits(value[POOL])]
     called = {
         SHARE: f"KVSHM_SHARE={value[SHARE]}",
         ROLE: f"KVSHM_ROLE={value[ROLE]}",
         KV_ROLE: f"kv_role={value[KV_ROLE]}",
         ENGINES_KV_ROLE: f"kv_role={value[ENGINES_KV_ROLE]} of the engine",
+        IDS: value[IDS],
         SCHEDULER: "vLLM's scheduler was not found"
         if value[SCHEDULER] == "not found"
         else "this vLLM frees blocks while they are written",
@@ -125,7 +135,7 @@ def test_a_source_takes_away_and_none_gives_back(cell: tuple[Row, ...]) -> None:
 
 
 def test_the_page_has_every_source_and_every_value() -> None:
-    assert len(CELLS) == 3**6
+    assert len(CELLS) == 3**6 * 2
     assert {row.value for row in ROWS if row.source == SHARE} == {"all", "salted-only", "none"}
     assert {row.value for row in ROWS if row.source == ROLE} == {"both", "producer", "consumer"}
     for source in (KV_ROLE, ENGINES_KV_ROLE):
