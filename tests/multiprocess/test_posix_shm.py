@@ -13,9 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +25,8 @@ from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 from kvshm.transport import posix_shm
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
+
+from ..descriptors import open_files
 
 pytestmark = pytest.mark.multiprocess
 
@@ -331,15 +331,6 @@ def test_importers_killed_under_their_copies_leave_the_owner_whole(exporter, run
     assert exporter.end() == "unchanged"
 
 
-def open_files() -> Counter[str]:
-    """What this process has open, and how often."""
-    found: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # it was that of the listing, or has just been closed
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return found
-
-
 def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(exporter, importer):
     descriptor = exporter.export(1)
     before = open_files()
@@ -352,7 +343,7 @@ def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(expo
     importer.copier.submit(drained.set)
     assert drained.wait(PATIENCE)
     assert "r--s" not in kv_mappings()
-    assert not open_files() - before  # what earlier tests left may be closed meanwhile
+    assert not open_files() - before
 
 
 def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):

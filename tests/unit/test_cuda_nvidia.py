@@ -14,6 +14,7 @@ import pytest
 from kvshm.transport.cuda.driver import CudaError, RegionRow, RegionTable
 from kvshm.transport.cuda.probe import upload
 
+from ..descriptors import open_files
 from .test_cuda_driver import filled, played_driver, submit
 
 
@@ -161,12 +162,12 @@ def test_what_was_mapped_and_unmapped_leaves_no_descriptor_and_no_addresses(
     driver = played_driver(request)
     address, nbytes = driver.vmm_allocate(1 << 20, fabric=False)
     descriptor = driver.vmm_descriptor(address)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     mapped = driver.vmm_map(descriptor, nbytes)
     assert mapped_as(mapped)
     driver.vmm_unmap(mapped, nbytes)
     assert not mapped_as(mapped)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
     os.close(descriptor)
 
 

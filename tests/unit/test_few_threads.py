@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from kvshm.errors import KvshmError, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.transport.copier import Copier, CopyPlan
 
+from ..descriptors import open_files
 from ..waiting import until
 from .exporters import Clock
 from .few_descriptors import descriptors
@@ -41,10 +41,9 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def nothing_opened() -> Iterator[None]:
-    gc.collect()  # what an earlier test left open
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_a_descriptor_server_leaves_nothing_behind(place: Path, nothing_opened: None) -> None:

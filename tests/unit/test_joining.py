@@ -20,6 +20,7 @@ from kvshm import Config, ConfigError, Group, Identity, MisuseError, Node, Regio
 from kvshm._api import joining
 from kvshm.config import Share
 
+from ..descriptors import open_files
 from .few_descriptors import descriptors
 from .few_threads import no_threads
 
@@ -102,10 +103,10 @@ def join(memory: Any, **how: Any) -> Node:
 def test_arguments_that_cannot_be_meant_are_refused(
     memory: Any, how: dict[str, Any], told: str
 ) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(MisuseError, match=told):
         join(**{"memory": memory, **how})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize(

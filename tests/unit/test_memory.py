@@ -15,16 +15,14 @@ import pytest
 from kvshm.errors import TransportError
 from kvshm.transport.memory import KVMemory
 
+from ..descriptors import open_files
+
 
 @pytest.fixture
 def memory():
     made = KVMemory.create(100_000)
     yield made
     made.close()
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_memory_is_zeroed_writable_and_reserved(memory):
@@ -63,12 +61,12 @@ def test_not_even_a_peer_that_reopens_the_descriptor_can_write(memory):
 
 
 def test_more_memory_than_there_is_names_needed_and_available():
-    before = open_fds()
+    before = open_files()
     with pytest.raises(TransportError, match=rf"^KV memory of {1 << 60} bytes: \d+ are available$"):
         KVMemory.create(1 << 60)
     with pytest.raises(TransportError):
         KVMemory.create(0)
-    assert open_fds() == before
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize(
@@ -80,11 +78,11 @@ def test_a_kernel_that_refuses_is_a_transport_error(monkeypatch, refused):
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    before = open_fds()
+    before = open_files()
     monkeypatch.setattr(*refused, refuse)
     with pytest.raises(TransportError, match=r"4096 bytes: .*not permitted"):
         KVMemory.create(4096)
-    assert open_fds() == before
+    assert not open_files() - before
 
 
 def test_closing_keeps_the_pages_for_whoever_holds_them(memory):
@@ -98,7 +96,7 @@ def test_closing_keeps_the_pages_for_whoever_holds_them(memory):
 
 
 def test_the_mapping_goes_with_its_last_holder():
-    before = open_fds()
+    before = open_files()
     memory = KVMemory.create(4096)
     gone = weakref.ref(memory._mapping)
     view = memory.buffer
@@ -107,19 +105,19 @@ def test_the_mapping_goes_with_its_last_holder():
     assert gone() is not None
     del view
     assert gone() is None
-    assert open_fds() == before
+    assert not open_files() - before
 
 
 def test_memory_that_is_dropped_leaves_nothing_once_its_bytes_are_not_used():
-    before = open_fds()
+    before = open_files()
     memory = KVMemory.create(5_000)
     view = memory.buffer
     del memory
     view[4_999] = 7
     assert view[4_999] == 7
-    assert open_fds() == before + 1, "the mapping has one of its own"
+    assert (open_files() - before).total() == 1, "the mapping has one of its own"
     del view
-    assert open_fds() == before
+    assert not open_files() - before
 
 
 def test_a_descriptor_is_closed_once_though_many_threads_close_at_once():

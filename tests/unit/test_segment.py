@@ -31,6 +31,8 @@ from kvshm.errors import (
     VersionMismatch,
 )
 
+from ..descriptors import open_files
+
 NBYTES = 16384
 EPOCH = 0xABCDEF0123456789
 NAME = str(SegmentName("ns", "slots", "e", EPOCH))
@@ -47,10 +49,6 @@ def segment() -> Iterator[Segment]:
 def mapped(segment: Segment, writable: bool = True, largest: int = NBYTES) -> Segment:
     """The same memory, as one maps it who was handed it."""
     return Segment.from_fd("theirs", segment.descriptor(writable), writable, largest)
-
-
-def opened() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # -- made
@@ -93,10 +91,10 @@ def small_files() -> Iterator[None]:
     ("nbytes", "why"), [(1 << 45, r"\d+ are available"), (1 << 21, "File too large")]
 )
 def test_no_room_is_an_error_that_says_what_to_do_and_keeps_nothing(nbytes: int, why: str) -> None:
-    before = opened()
+    before = open_files()
     with pytest.raises(SegmentTooSmall, match=f"{NAME} needs {nbytes} .*: {why}; .*fewer blocks"):
         Segment.create(NAME, nbytes)
-    assert opened() == before
+    assert not open_files() - before
 
 
 def test_without_descriptors_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +199,10 @@ def file(directory: Path) -> int:
     ],
 )
 def test_what_may_fault_or_is_no_memory_is_not_mapped(odd, why: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]  # gives a descriptor
-    before = opened()
+    before = open_files()
     with pytest.raises(SegmentError, match=f"theirs.*{why}"):
         Segment.from_fd("theirs", odd(tmp_path), True, NBYTES)
-    assert opened() == before, "the descriptor is closed"
+    assert not open_files() - before, "the descriptor is closed"
 
 
 def test_another_users_memory_is_not_mapped(
@@ -219,12 +217,12 @@ def test_another_users_memory_is_not_mapped(
 
 
 def test_close_may_be_called_twice_and_leaves_no_descriptor() -> None:
-    before = opened()
+    before = open_files()
     segment = Segment.create(NAME, NBYTES)
     segment.close()
     segment.close()
     assert segment.closed
-    assert opened() == before
+    assert not open_files() - before
     with pytest.raises(SegmentError, match="closed"):
         _ = segment.buffer
     with pytest.raises(SegmentError, match="closed"):
@@ -232,9 +230,9 @@ def test_close_may_be_called_twice_and_leaves_no_descriptor() -> None:
 
 
 def test_what_was_mapped_and_is_not_kept_is_handed_on_no_more(segment: Segment) -> None:
-    before = opened()
+    before = open_files()
     theirs = mapped(segment).close_descriptor()
-    assert opened() == before + 1, "Python's, of the mapping"
+    assert (open_files() - before).total() == 1, "Python's, of the mapping"
     theirs.buffer[1] = 5
     assert segment.buffer[1] == 5
     with pytest.raises(SegmentError, match="closed"):
@@ -243,9 +241,9 @@ def test_what_was_mapped_and_is_not_kept_is_handed_on_no_more(segment: Segment) 
 
 
 def test_who_forgets_to_close_it_leaves_no_descriptor() -> None:
-    before = opened()
+    before = open_files()
     Segment.create(NAME, NBYTES)
-    assert opened() == before
+    assert not open_files() - before
 
 
 def test_a_view_in_use_survives_close(segment: Segment) -> None:

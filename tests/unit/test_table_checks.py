@@ -27,6 +27,7 @@ from kvshm.coordinator.tables import MAX_CHECKS, Tables
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.version import __version__
 
+from ..descriptors import open_files
 from .exporters import Clock
 from .served import AnyTable, Served, ServedNode
 
@@ -75,13 +76,13 @@ def soon(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def shell(served: ServedNode) -> Iterator[Shell]:
-    open_before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     shell = Shell(served)
     yield shell
     shell.tables.close()
     for engine in served.engines:
         engine.close()
-    assert len(os.listdir("/proc/self/fd")) <= open_before
+    assert not open_files() - before
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ class Node:
         self.now = 1000.0
         self.lookups = 0
         importer = self.side.importer
-        for one in (self.side._times, importer.peers, importer._twins, importer.held):
+        for one in (self.side._times, importer.peers, importer._twins, importer.held, importer):
             one._clock = lambda: self.now
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "lookup", self.lookup)
