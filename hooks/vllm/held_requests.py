@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvshm._ground.log import RateLimit, logger
 
@@ -126,6 +126,14 @@ def compute_lost(
     if lost:
         vllm.give_back(set(lost))
         log.warning("loads lost: %d; no rank reported their end, and they are computed", len(lost))
+
+
+def compute_lost_anyway(*about: Any) -> None:
+    """``compute_lost`` where a hook has failed, perhaps in it."""
+    try:
+        compute_lost(*about)
+    except Exception:  # any, of vLLM's objects or of the ranks: the next step looks again
+        log.debug("lost loads could not be looked for", exc_info=True)
 
 
 def end_all_loads(

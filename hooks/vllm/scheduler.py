@@ -18,7 +18,7 @@ from .after_prefill import BlockTracker, CompletedRuns
 from .awaited_loads import end_awaited
 from .descriptions import RankDescriptions
 from .groups import groups_of
-from .held_requests import compute_lost, end_all_loads
+from .held_requests import compute_lost, compute_lost_anyway, end_all_loads
 from .identity import scheduler_fields, with_none_hash
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
@@ -205,13 +205,13 @@ class SchedulerSide:
         return self.prompts.finished(request)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the local hit can be imported (None: ask again), and
-        whether vLLM must hold the request back for them.  Nothing while steps from before a reset
-        may still write to free blocks; at the start, ask again until the peers are known."""
+        """Return how many tokens beyond the local hit can be imported (None: ask again, as at the
+        start until peers are known), and whether vLLM must hold the request back for them."""
         if not self.may_import() or self.importer.held.hangs:
             self.importer.pass_over(request.request_id)
             return 0, False
-        if self.cache.lookups_are_early and self.importer.may_share(request):
+        early = request.block_hashes and self.cache.lookups_are_early
+        if early and self.importer.may_share(request):
             return None, False
         found = self.importer.match(request, num_local_tokens)
         return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
@@ -288,6 +288,7 @@ class SchedulerSide:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
             patience = self.importer.at_once.step_built()
             self.importer.step_dispatched()
+            compute_lost_anyway(self.importer, self.tracker, self._vllm, self._ranks)
         except Exception as exc:  # perhaps the same error again
             if not self.importer.step_waits:
                 return StepMetadata(step=0)
@@ -295,8 +296,7 @@ class SchedulerSide:
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
     def _newly_opened(self) -> int:
-        table, announced = self.cache.table, self._announced
-        if table is None or table.epoch == announced:
+        if (table := self.cache.table) is None or table.epoch == self._announced:
             return 0
         self._announced = table.epoch
         self._changes.epoch_began()

@@ -62,9 +62,10 @@ def test_it_waits_until_the_peers_are_known_and_holds_up_nobody_else(starting: S
         assert starting.scheduled() == set()
     alone = starting.engine.add("alone", prompt(4, first=99))
     alone.kv_transfer_params = {"kvshm": {"share": False}}
-    assert starting.scheduled() == {"alone"}
+    starting.engine.add("short", prompt(0))  # of which nothing can be imported
+    assert starting.scheduled() == {"alone", "short"}
     starting.joins()
-    assert starting.scheduled() == {"alone", "early"}
+    assert starting.scheduled() == {"alone", "short", "early"}
 
 
 def test_it_waits_for_a_while_and_no_other_one_waits_again(starting: Starting) -> None:

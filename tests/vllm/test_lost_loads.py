@@ -146,6 +146,24 @@ def test_a_load_that_a_rank_could_not_begin_is_lost_too(loading: Loading, aborte
     assert not held
 
 
+def test_a_hook_that_fails_in_every_step_hides_no_lost_load(loading: Loading) -> None:
+    e, one = loading(NEVER, before=not_begun)
+    side, now = e.connector._scheduler, [time.monotonic()]
+    side.importer.held._clock = lambda: now[0]
+    side.importer.held.add("a")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    e.connector.strict = False
+    side._option_checks.step_built = fail
+    for _ in range(int(LOST_SECONDS) + 6):
+        now[0] += LOOK_SECONDS
+        one.step()
+    finish(e, one)
+    assert not side.importer.held
+
+
 def test_beside_a_copy_that_hangs_nothing_is_imported_and_ranks_are_asked_ever_more_rarely(
     loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
