@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvshm._ground.log import RateLimit, logger
@@ -130,10 +131,8 @@ def compute_lost(
 
 def compute_lost_anyway(*about: Any) -> None:
     """``compute_lost`` where a hook has failed, perhaps in it."""
-    try:
+    with suppress(Exception):  # any, of vLLM's objects or of the ranks: the next step looks again
         compute_lost(*about)
-    except Exception:  # any, of vLLM's objects or of the ranks: the next step looks again
-        log.debug("lost loads could not be looked for", exc_info=True)
 
 
 def end_all_loads(

@@ -67,9 +67,8 @@ def join(
 ) -> Node:
     """Make this engine's cache a part of the node's, and return its place in it.  If a
     ``kvshm-coordinator`` runs, it waits, ``wait`` seconds at most, until this engine has joined and
-    knows the blocks of the engines that the coordinator names: some milliseconds.  One that was
-    just restarted names none until they have joined it again, which takes them half a second.
-    Otherwise the node is joined in the background, as soon as a coordinator runs and answers.
+    knows the blocks of the engines that it names: some milliseconds (just restarted, it names none
+    yet).  Otherwise the node is joined in the background, as soon as one runs and answers.
 
     ``identity``: who may share with this engine.  ``memory``: what ``allocate`` returned, and
     ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region, in bytes

@@ -155,7 +155,10 @@ def test_the_process_is_left_as_it_was(node: Node, caplog: pytest.LogCaptureFixt
             engine.joined()
             engine.end()
             assert state_of_process()[:3] == before[0][:3]
-        assert (state_of_process(), *threads_and_descriptors()) == before
+        # Threads of earlier tests may have something open at this moment.
+        wait_until(
+            lambda: (state_of_process(), *threads_and_descriptors()) == before, "all is as before"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     said = [record.getMessage().split()[0] for record in caplog.records]
@@ -216,7 +219,7 @@ def test_a_start_that_fails_leaves_nothing_open(
         patch.setattr(in_process, "start_thread", no_thread)
         with pytest.raises(TransportError, match="none left"), serve(config_of(node)):
             pass
-    assert threads_and_descriptors() == before
+    wait_until(lambda: threads_and_descriptors() == before, "all is as before")
     with serve(config_of(node)) as thread:
         assert thread.running
 

@@ -18,7 +18,7 @@ from kvshm.hooks import boundary
 from kvshm.hooks.transformers import managers as hooked
 from kvshm.hooks.transformers import node_of, stats_of
 from kvshm.hooks.transformers.identity import identity_of
-from kvshm.hooks.transformers.imports import END_SECONDS
+from kvshm.hooks.transformers.imports import END_SECONDS, ROOM_SECONDS
 from kvshm.hooks.transformers.paged_cache import SharedPagedAttentionCache
 from kvshm.hooks.transformers.shared_prefixes import SharedPrefixes
 
@@ -225,8 +225,8 @@ def test_blocks_of_late_loads_come_back_before_transformers_gives_up(manager: Ma
     cache, waited = cache_of(a), []
 
     class Left:
-        def wait(self) -> LoadState:
-            waited.append(True)
+        def wait(self, seconds: float = 0.0) -> LoadState:
+            waited.append(seconds)
             return LoadState.FAILED
 
         poll = wait
@@ -234,7 +234,7 @@ def test_blocks_of_late_loads_come_back_before_transformers_gives_up(manager: Ma
     assert not cache.evict_cached_blocks()
     cache.importer._left.append((Left(), cache.importer._take(2)))
     assert cache.evict_cached_blocks()
-    assert waited
+    assert waited[0] == ROOM_SECONDS
     assert free_blocks(a) == 64
 
 
