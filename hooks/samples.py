@@ -9,7 +9,7 @@ number of elements apart, so that they fall into different columns of a matrix.
     look 1   . x . . . . x . . . . x . . .        operation for all tensors of a part
 
 Between two neighbouring places of the grid, before the first and after the last, are fewer elements
-than a 512th of the tensor's.
+than a 1,024th of the tensor's.
 """
 
 from __future__ import annotations
@@ -200,6 +200,8 @@ def _rows_of(tensor: torch.Tensor, start: float) -> Rows:
     words = ordered.view(_WORDS[ordered.element_size()])
     size = words.numel()
     apart = (size // PER_LOOK - 1) | 1 if size > 4 * PER_LOOK else 1
+    while (apart + size % apart) * PER_LOOK > size and apart > 1:
+        apart -= 2  # until the rows' begins, ``width`` below, lie within a 64th of the tensor
     per = size // apart
     # The rows begin evenly over what the first place leaves of the tensor for the last one.
     width = size - (per - 1) * apart

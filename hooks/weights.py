@@ -104,11 +104,11 @@ def model_code(model: torch.nn.Module) -> list[object]:
 
 
 def model_modules(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
-    """Yield of each module its name, its class's name and its fractions, such as an epsilon or a
+    """Yield of each module its name, its class's name and its floats, such as an epsilon or a
     scale, for ``digest_tensors``: with a tensor without elements."""
     for name, module in sorted(model.named_modules()):
-        fractions = sorted((k, v) for k, v in vars(module).items() if type(v) is float)
-        yield (name, type(module).__qualname__, fractions), torch.empty(0)
+        floats = sorted((k, v) for k, v in vars(module).items() if type(v) is float)
+        yield (name, type(module).__qualname__, floats), torch.empty(0)
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:

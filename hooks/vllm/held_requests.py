@@ -61,8 +61,8 @@ class HeldRequests:
 
     def add(self, request_id: str) -> None:
         """vLLM holds this request back from now on."""
+        self.reported([request_id])  # of an earlier load nothing counts
         self._since[request_id] = self._clock()
-        self._forgotten.pop(request_id, None)
 
     def reported(self, request_ids: Iterable[str]) -> None:
         """vLLM has heard that the loads of these requests have ended."""

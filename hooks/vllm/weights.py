@@ -72,7 +72,7 @@ def weights_digest(
 ) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
     and types, of the weights that vLLM's CPU kernels have packed away, and of the classes and
-    fractions of all modules.  ``each`` gets a digest of every tensor.  ``dtype``: in which the
+    floats of all modules.  ``each`` gets a digest of every tensor.  ``dtype``: in which the
     model computes; a buffer that it converts to that when it first runs has the same digest before
     and after.
 

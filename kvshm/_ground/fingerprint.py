@@ -46,7 +46,7 @@ LORA = _field("lora", "An engine with adapters runs other kernels, even for requ
 WEIGHTS = _field(
     "weights",
     "Digest of every parameter and buffer (FP8 scales of the cache are among them), and of the "
-    "modules' classes and fractions, such as epsilons.",
+    "modules' classes and floats, such as epsilons.",
 )
 KV_DTYPE = _field("kv_dtype", "What a block's bytes mean, however it is written.")
 MAX_MODEL_LEN = _field(

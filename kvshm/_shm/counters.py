@@ -70,7 +70,7 @@ BAD_OPTIONS = Counter(
 MISS_NOT_IMPORTING = Counter(
     13,
     "miss_not_importing",
-    "Prompts that came while the engine imported nothing: its role, a reset, its end.",
+    "Prompts that came while the engine imported nothing: its role, a reset, a hung copy, its end.",
 )
 MISS_NOT_SHARED = Counter(
     14,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from . import toys
@@ -33,7 +33,7 @@ def forked() -> list[int]:
         os.fork()
         os.write(write, b"%d " % os.getpid())
         while True:
-            time.sleep(1000)
+            signal.pause()
     pids: list[int] = []
     while len(pids) < 2:
         pids += map(int, os.read(read, 100).split())

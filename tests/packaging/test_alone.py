@@ -13,7 +13,13 @@ import pytest
 
 from .conftest import Run
 
-TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
+TEST_REQUIREMENTS = (
+    "hypothesis>=6.100",
+    "msgpack>=1.1",
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.8",
+)
 OF_THE_EXTRAS = (
     "numpy>=1.24",
     "safetensors>=0.4.3",
@@ -68,15 +74,12 @@ FOLDERS = {
         "test_versions.py": "builds wheels of the tree, and tests those",
         "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_churn.py": "takes most of a minute",
-        "test_check.py": "churns for ten seconds, for the same modules as tests/unit/test_check.py",
-        "test_docs_run.py": "takes half a minute, for commands that other tests run",
         "test_coordinator.py": "takes most of a minute: deaths and silences are waited for",
         "test_client_scripted.py": "waits for many timers; a real coordinator answers in others",
         "test_coordinator_restarts.py": "the same",
         "test_environments.py": "takes most of a minute",
         "test_bounds.py": "takes half a minute",
         "test_chaos.py": "takes a minute",
-        "test_run_ends.py": "ends test runs, one side by side, which needs pytest-xdist",
         "test_ends.py": "takes most of a minute",
         "test_other_users.py": "takes half a minute",
         "test_stopped_subscriber.py": "takes half a minute",

@@ -53,6 +53,7 @@ def begin_fails(e: DrivenEngine, one: Worker) -> None:
         raise RuntimeError("planted")
 
     one.connector.strict = False
+    # What is planted stands in the place of the rank's method.
     one.cache.begin_load = fail  # type: ignore[method-assign]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm.envs as envs
 from vllm.v1.request import RequestStatus
 
 from .odd_texts import HALVES, TEXTS, UNDERSTOOD, any_json, any_object
@@ -103,3 +104,13 @@ def test_a_model_in_a_folder_whose_name_is_no_text_is_shared(
     e.step()
     assert len(e.ready()) == 2
     assert e.table.model == str(odd).replace("\udce9", "?")
+
+
+def test_vllm_ends_at_a_second_request_of_an_id_that_it_still_has(engine: Make) -> None:
+    """While a load is under way it has even a request that has ended.  So that clients choose no
+    whole ids is what lets an engine import."""
+    assert envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is False
+    e = engine()
+    e.add("theirs", prompt(2))
+    with pytest.raises(AssertionError, match="duplicate request id"):
+        e.add("theirs", prompt(2))

@@ -87,8 +87,8 @@ def test_every_place_of_the_grid_is_compared_within_its_looks(kind: str) -> None
     plain = torch.zeros(700, 300)
     kinds = {"contiguous": plain, "transposed": plain.t(), "with holes": plain[::2, ::3]}
     model.weight = torch.nn.Parameter(kinds[kind], requires_grad=False)
-    noticed, step = 0, ((model.weight.numel() // PER_LOOK - 1) | 1) // LOOKS
-    for place in range(3 * step):  # three places of the grid lie among so many neighbours
+    noticed, rows = 0, _rows_of(torch.arange(model.weight.numel()), 0.0)
+    for place in range(int(rows[3][0])):  # before it come the first places of three rows only
         samples = sampled(model, start=0.0)
         where = divmod(place, model.weight.shape[1] if kind != "transposed" else 300)
         target = model.weight.data.t() if kind == "transposed" else model.weight.data
@@ -98,14 +98,24 @@ def test_every_place_of_the_grid_is_compared_within_its_looks(kind: str) -> None
     assert noticed == 3
 
 
+def test_a_run_longer_than_the_grid_is_wide_is_always_found() -> None:
+    """As a row of a matrix, or an adapter merged into one of many layers."""
+    model = layer(512)
+    width = model.weight.numel() // (LOOKS * PER_LOOK)
+    for first in range(0, 5 * width, 37):
+        samples = sampled(model)
+        model.weight.data.view(-1)[first + width : first + 2 * width] += 1
+        assert found(samples) == "weight"
+        model.weight.data.view(-1)[first + width : first + 2 * width] -= 1
+
+
 @pytest.mark.parametrize("start", [0.0, 0.4, 0.999])
 @pytest.mark.parametrize("size", [*range(257, 2100, 41), 16_385, 262_144, 999_983])
-def test_a_run_of_a_512th_of_a_tensor_always_holds_a_place(size: int, start: float) -> None:
-    """As a row of a matrix, or an adapter merged into one of many layers."""
+def test_a_run_of_a_1024th_of_a_tensor_always_holds_a_place(size: int, start: float) -> None:
     rows = _rows_of(torch.arange(size), start)
     assert {len(row) >= PER_LOOK and len(row) == len(rows[0]) for row in rows} == {True}
     places = [-1, *torch.cat(list(rows)).unique().tolist(), size]
-    assert max(b - a - 1 for a, b in pairwise(places)) < size / 512
+    assert max(b - a - 1 for a, b in pairwise(places)) < size / 1024
 
 
 def test_small_tensors_are_compared_as_a_whole() -> None:
