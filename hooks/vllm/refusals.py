@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-TESTED_VLLM = ((0, 32),)
+TESTED_VLLM = ((0, 32), (0, 33))
 """Major and minor versions.  kvshm relies on private behaviour of vLLM (docs/vllm-facts.md): kvshm
 notices a missing name, but not a changed meaning."""
 ROCM = "rocm"
