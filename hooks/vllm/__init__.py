@@ -1,1 +1,1 @@
-"""Everything that knows vLLM 0.32: the only place that imports vllm."""
+"""Everything that knows vLLM: the only place that imports vllm."""

@@ -1,4 +1,4 @@
-"""KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1, vLLM 0.32).
+"""KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1).
 
 vLLM makes one instance in the scheduler's process and one in every worker; each delegates to
 SchedulerSide or WorkerSide.  Order of the calls: docs/architecture.md.  For a request with nothing

@@ -5,6 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvshm.hooks.vllm.refusals import TESTED_VLLM
+
+_MAJOR, _MINOR = TESTED_VLLM[0]
+TOO_OLD = (_MAJOR, _MINOR - 1, 2)
+_MAJOR, _MINOR = TESTED_VLLM[-1]
+UNTESTED = (_MAJOR, _MINOR + 1, 0)
+
 VERSION = """
 import sys, types
 made = types.ModuleType("vllm._version")
@@ -12,6 +19,11 @@ made.__version__, made.__version_tuple__ = {version!r}, {numbers!r}
 sys.modules[made.__name__] = made
 """
 """As sitecustomize.py: vLLM takes its version from the module that its build wrote."""
+
+
+def dotted(version: tuple[int | str, ...]) -> str:
+    """Return a version as it is written."""
+    return ".".join(map(str, version))
 
 
 def with_version(directory: Path, version: str) -> dict[str, str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 
+from moved_names import moved  # beside this script
+
 
 def main(arguments: list[str]) -> None:
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    moved("cli_env_setup")()
     parser = FlexibleArgumentParser()
     (command,) = cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser"))

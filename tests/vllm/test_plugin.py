@@ -22,10 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.refusals import version_refusal, version_warning
+from kvshm.hooks.vllm.refusals import TESTED_VLLM, version_refusal, version_warning
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
+from .odd_vllm import TOO_OLD, UNTESTED, dotted
 from .tiny_config import MAMBA, engine_config
 
 MakeConfig = Callable[..., VllmConfig]
@@ -248,11 +249,10 @@ def test_warnings_about_settings_reach_the_log(
 @pytest.mark.parametrize(
     ("version", "usable", "if_allowed"),
     [
-        ((0, 31, 2), False, False),
+        (TOO_OLD, False, False),
         ((0, 9, 0), False, False),
-        ((0, 32, 0), True, True),
-        ((0, 32, 7), True, True),
-        ((0, 33, "0rc1"), False, True),
+        *(((*minor, patch), True, True) for minor in TESTED_VLLM for patch in (0, 7)),
+        ((*UNTESTED[:2], "0rc1"), False, True),
         ((1, 0, 0), False, True),
         ((0, 0, "dev"), False, True),
     ],
@@ -262,7 +262,7 @@ def test_which_vllm_versions_are_used(
 ) -> None:
     reason = version_refusal(version, allowed=False)
     assert (reason is None) == usable
-    assert usable or "0.32.*" in str(reason)
+    assert usable or all(f"{dotted(minor)}.*" in str(reason) for minor in TESTED_VLLM)
     assert usable or not if_allowed or "KVSHM_ALLOW_UNTESTED_VLLM=1" in str(reason)
     assert (version_refusal(version, allowed=True) is None) == if_allowed
     assert (version_warning(version) is None) == usable
@@ -270,7 +270,10 @@ def test_which_vllm_versions_are_used(
 
 @pytest.mark.parametrize(
     ("version", "reason"),
-    [((0, 31, 0), "vLLM 0.31.0 is too old"), ((0, 33, 0), "vLLM 0.33.0 is not tested")],
+    [
+        (TOO_OLD, f"vLLM {dotted(TOO_OLD)} is too old"),
+        (UNTESTED, f"vLLM {dotted(UNTESTED)} is not tested"),
+    ],
 )
 def test_other_versions_of_vllm_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, lines: Lines, version: tuple[int, ...], reason: str
@@ -289,7 +292,7 @@ def test_an_untested_vllm_is_used_where_that_was_asked_for(
 ) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
     monkeypatch.setenv("KVSHM_ALLOW_UNTESTED_VLLM", "1")
-    monkeypatch.setattr("vllm.__version_tuple__", (0, 33, 0))
+    monkeypatch.setattr("vllm.__version_tuple__", UNTESTED)
     plugin.activate()
     transfer = make_config().kv_transfer_config
     assert transfer is not None

@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvshm.hooks.vllm.ranks import Ranks
 
 from .conftest import Lines
+from .odd_vllm import UNTESTED, dotted
 from .scheduling import DrivenEngine, Make, prompt, vllm_config
 
 
@@ -80,10 +81,10 @@ def test_an_untested_vllm_is_refused_where_only_the_connector_was_asked_for(
     model: Path, engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--kv-transfer-config directly, without the plugin: vLLM runs on, with nothing shared."""
-    monkeypatch.setattr("vllm.__version_tuple__", (0, 33, 0))
+    monkeypatch.setattr("vllm.__version_tuple__", UNTESTED)
     alone = DrivenEngine(vllm_config(model), shares=False)
     (line,) = [line for line in lines if "sharing the" in line]
-    assert "vLLM 0.33.0 is not tested" in line
+    assert f"vLLM {dotted(UNTESTED)} is not tested" in line
     assert "KVSHM_ALLOW_UNTESTED_VLLM=1" in line
     alone.add("a", prompt(3), max_tokens=1)
     assert alone.step().metadata.step == 0

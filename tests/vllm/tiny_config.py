@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -20,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+from .moved_names import moved
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,7 +81,7 @@ def cache_config(
         made_of.append(KVCacheGroupSpec(list(specs), whole))
     config.cache_config.kv_cache_layout = layout
     block = max(sum(s.page_size_bytes for s in specs.values()) for specs in groups)
-    made = get_kv_cache_config_from_groups(config, made_of, num_blocks * block)
+    made = moved("get_kv_cache_config_from_groups")(config, made_of, num_blocks * block)
     made.kv_cache_layout = layout
     made.hash_block_size = 32
     return made
