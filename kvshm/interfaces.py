@@ -189,7 +189,9 @@ def load_transport(name: str) -> Any:
     without blocking, whether all work launched before has ended; ``note_launched()``, called when a
     load is handed over: what it returns, unless that is None, is given to the load's copies
     (``begin_copy(..., after=)``), which with ``late_writers`` need not wait for what the model
-    launches later; ``enter_thread()``, called first by each thread of kvshm's own that uses the
+    launches later; ``withdraw()``, called before own memory is unmapped: it lets no peer attach
+    until the next export, and returns a function that tells how many mappings peers still have,
+    as far as it knows; ``enter_thread()``, called first by each thread of kvshm's own that uses the
     transport; its copies may have ``when_ended(call)``, which has ``call`` called once, on any
     thread, when the copy has ended (``poll`` says how), so that nobody polls it.  Further:
     ``allocate(nbytes)`` for zeroed

@@ -10,6 +10,7 @@ even have ended::
     FdServer  <--- {"epoch": e} --------------   fetch
               ---- {"status": "ok"} + fds ---->  mmap
               ==== left open: its end tells ==>  the exporter has ended
+              <== ... or tells the exporter ===  the importer has unmapped the memory
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -166,13 +166,19 @@ class PosixAttachment:
         mappings, self._mappings = self._mappings, None
         if mappings is None:
             return
-        if self._connection is not None:
-            self._connection.close()
         last = [mappings]  # clearing this list unmaps the memory, unless a copy still holds it
         del mappings
-        # A closed transport has no queue any more: the memory is then unmapped on return.
-        with suppress(TransportError):
-            self._own.copier.submit(last.clear)
+        connection = self._connection
+
+        def unmap() -> None:
+            last.clear()
+            if connection is not None:
+                connection.close()  # afterwards: it tells the exporter that its memory is unmapped
+
+        try:
+            self._own.copier.submit(unmap)
+        except TransportError:
+            unmap()  # a closed transport has no queue any more
 
 
 def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
@@ -240,6 +246,11 @@ class PosixShmTransport(OwnCache):
         if wanted != epoch:
             return msgspec.msgpack.encode(MemoryReply("stale", epoch)), []
         return msgspec.msgpack.encode(MemoryReply("ok", epoch, stays=True)), self._fds
+
+    def withdraw(self) -> Callable[[], int]:
+        """See ``kvshm.interfaces.load_transport``."""
+        self.epoch = Epoch(0)
+        return lambda: 0 if self._server is None else self._server.connections
 
     def attach(self, descriptor: MemoryDescriptor) -> PosixAttachment:
         mappings, connection = _fetch_memory(descriptor, self._socket_path)

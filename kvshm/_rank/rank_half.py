@@ -48,6 +48,8 @@ STEP_POLL_SECONDS = 0.00005
 TIDY_SECONDS = 1.0
 """How often a rank looks for peers that have ended and for new ones."""
 CLOSE_SECONDS = 5.0
+UNMAP_POLL_SECONDS = 0.01
+"""Between two looks whether peers have unmapped own memory, which takes them a second or two."""
 STUCK_SECONDS = 30.0
 """How long a step waits for a cancelled copy that may still write into the KV cache."""
 _CLOSE, _LOOK = "close", "look"
@@ -212,11 +214,40 @@ class RankHalf:
             table.counters.add(LOADS_TOO_LATE, late)
         return reports
 
+    def release_memory(self, patience: float) -> int:
+        """Own memory is about to be unmapped: end the epoch and all loads, and let no peer attach
+        it until the next epoch.
+
+        Returns when nothing here reads or writes it any more and peers have unmapped it, for which
+        it waits up to ``patience`` seconds; returns how many mappings peers still have, 0 if the
+        transport cannot tell.  Raises MemoryInUse if a copy cannot be stopped: the memory must
+        stay.  ``poll`` returns the reports of the loads.
+        """
+        self.end_epoch()
+        withdrawn = call_optional(self.transport, "withdraw")
+        for load_id in list(self._begun):
+            with suppress(KvshmError):  # it is waited for anyway
+                self.cancel(load_id)
+        self._wait_until(self._all_ended)
+        mapped: Callable[[], int] = withdrawn.result if withdrawn.worked else lambda: 0
+        until = self._clock() + patience
+        while (left := mapped()) and self._clock() < until:
+            time.sleep(UNMAP_POLL_SECONDS)
+        return left
+
+    def _all_ended(self) -> bool:
+        """Whether every load has a report, and no copy of an abandoned one is under way either."""
+        return len(self._reports) >= self._unreported and not self._attachments.copying
+
     def _abandon(self, load: RankLoad) -> None:
         """Wait until no copy of the load writes any more.  A copy that goes on writing would
         overwrite what the model computes in these blocks, now or for a later request."""
+        self._wait_until(load.abandon)
+
+    def _wait_until(self, stopped: Callable[[], bool]) -> None:
+        """Block until copies have ``stopped``.  Raises MemoryInUse after STUCK_SECONDS."""
         waited, last = 0.0, self._clock()
-        while not load.abandon():
+        while not stopped():
             now = self._clock()
             # While this process was stopped, its copies were stopped as well.
             waited, last = waited + min(now - last, MAX_COUNTED_SECONDS), now

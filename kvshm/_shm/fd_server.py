@@ -98,11 +98,14 @@ class FdServer:
         answer: RequestHandler,
         client_timeout: float = 2.0,
         max_kept: int | None = None,
+        sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen at ``path``.  ``max_kept`` replaces the module's bounds.  Raises TransportError:
-        path too long, in use or not writable; no descriptors or threads left."""
+        """Listen at ``path``.  ``max_kept`` replaces the module's bounds; ``sent`` is called on the
+        server's thread when an answer was sent, or could not be.  Raises TransportError: path too
+        long, in use or not writable; no descriptors or threads left."""
         self.path = os.fspath(path)
         self._answer = answer
+        self._sent = sent
         self._client_timeout = client_timeout
         self._max_kept = max_kept
         self._deadlines: dict[socket.socket, float] = {}
@@ -129,6 +132,12 @@ class FdServer:
             guard_forks(self)
             start_thread(self._thread)
             undo.pop_all()
+
+    @property
+    def connections(self) -> int:
+        """How many peers are connected: those that wait for an answer, and those that have one and
+        stay.  Any thread."""
+        return len(self._deadlines) + len(self._kept)
 
     def close(self) -> None:
         """Stop answering and remove the socket.  Idempotent; waits for the reply under way."""
@@ -226,8 +235,11 @@ class FdServer:
             request = client.recv(MAX_REQUEST_BYTES + 1)
             if 0 < len(request) <= MAX_REQUEST_BYTES:
                 reply, fds = self._answer(request)
-                # Never blocks: one packet into an empty queue, or it fails.
-                socket.send_fds(client, [reply], fds)
+                try:
+                    # Never blocks: one packet into an empty queue, or it fails.
+                    socket.send_fds(client, [reply], fds)
+                finally:
+                    self._sent()
                 self._keep(client)
                 return
         except OSError as exc:

@@ -65,7 +65,7 @@ class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes = b""
     """ipc, fabric: 64 bytes; fd: empty."""
     number: int = 0
-    """fd: the number of the memory in requests to the socket."""
+    """fd, fabric: the number of the memory in requests to the socket."""
 
 
 class CudaDetails(msgspec.Struct, frozen=True):
@@ -104,7 +104,7 @@ def share_as(kind: str, driver: Driver, memory: DeviceMemory, number: int) -> Sh
         return SharedMemory(IPC, memory.nbytes, offset, nbytes, driver.ipc_handle(base))
     if kind == FABRIC:
         handle = driver.vmm_fabric_handle(base)
-        return SharedMemory(FABRIC, memory.nbytes, offset, nbytes, handle)
+        return SharedMemory(FABRIC, memory.nbytes, offset, nbytes, handle, number)
     close_all([driver.vmm_descriptor(base)])  # only shows that a descriptor can be made
     return SharedMemory(FD, memory.nbytes, offset, nbytes, number=number)
 

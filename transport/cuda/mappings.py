@@ -7,9 +7,10 @@ with its last user, on a separate thread because closing may wait for the device
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from kvshm.errors import TransportError
 
 from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
-from .vmm import fetch_descriptor
+from .vmm import fetch_descriptor, hold_memory
 
 _log = logger(__name__)
 
@@ -94,18 +95,33 @@ class PeerMappings:
     ) -> tuple[int, Callable[[], None]]:
         if memory.kind == IPC:
             return self._map_allocation(memory, under)
-        if memory.kind == FABRIC:
-            address = self._driver.vmm_map(memory.handle, memory.allocation)
-        elif memory.kind == FD:
-            socket = sibling_socket(self._own_socket, details.socket)
-            fd = fetch_descriptor(socket, details.export_id, memory.number)
-            try:
-                address = self._driver.vmm_map(fd, memory.allocation)
-            finally:
-                close_all([fd])
-        else:
+        if memory.kind not in (FABRIC, FD):
             raise TransportError(f"memory of unknown kind {memory.kind!r}")
-        return address, partial(self._driver.vmm_unmap, address, memory.allocation)
+        path = sibling_socket(self._own_socket, details.socket)
+        about = path, details.export_id, memory.number
+        fd, connection = -1, None
+        with ExitStack() as undone:
+            if memory.kind == FD:
+                fd, connection = fetch_descriptor(*about)
+            else:
+                connection = hold_memory(*about)
+            if connection is not None:
+                undone.callback(connection.close)
+            try:
+                exported = fd if memory.kind == FD else memory.handle
+                address = self._driver.vmm_map(exported, memory.allocation)
+            finally:
+                close_all([fd] if fd >= 0 else [])
+            undone.pop_all()
+        return address, partial(self._unmap, address, memory.allocation, connection)
+
+    def _unmap(self, address: int, nbytes: int, connection: socket.socket | None) -> None:
+        """Unmap VMM memory, and then tell its owner, by the connection's end."""
+        try:
+            self._driver.vmm_unmap(address, nbytes)
+        finally:
+            if connection is not None:
+                connection.close()
 
     def _map_allocation(self, memory: SharedMemory, under: str) -> tuple[int, Callable[[], None]]:
         address = self._driver.ipc_open(memory.handle, under)
@@ -146,3 +162,9 @@ class PeerMappings:
             _log.warning("a peer's memory could not be unmapped: %s", exc)
         finally:
             self._end_change(mapping.key, None)
+
+    def close(self) -> None:
+        """Unmap what nobody has released.  Nothing may read it any more."""
+        for mapping in list(self._open.values()):
+            mapping.users = 1
+            self.release(mapping)

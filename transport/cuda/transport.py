@@ -28,75 +28,17 @@ from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from ..jobs import JobThread
 from ..own_cache import OwnCache
-from ..regions import check_blocks, count_blocks
+from ..regions import check_blocks
+from .attachment import CudaAttachment
 from .checksum import block_checksums
-from .copy_stream import PROGRAMS, CopyStream, CudaCopy, LaunchedWork
+from .copy_stream import PROGRAMS, CopyStream, LaunchedWork
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
-from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
+from .export import FABRIC, FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
 from .mappings import PeerMapping, PeerMappings
 from .probe import Prober, upload
 from .vmm import DescriptorServer
 
 _log = logger(__name__)
-
-
-class CudaAttachment:
-    """A peer rank's memory that this GPU can reach (kvshm.interfaces.Attachment)."""
-
-    ended = False
-    """The attachment keeps no connection: the importer watches the exporter's process itself."""
-
-    def __init__(
-        self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
-        mappings: list[PeerMapping], keep: object, path: CopyPath,
-    ) -> None:  # fmt: skip
-        self.epoch = Epoch(descriptor.epoch)
-        self.route = table.route
-        self.path = path
-        self._own = own
-        self._table = table
-        self._mappings = mappings
-        self._keep = keep
-        self._num_blocks = count_blocks(descriptor.regions)
-        self._lock = threading.Lock()
-        self._users = 1
-        """Users of the memory: the attachment until it is closed, and its copies."""
-        self._closed = False
-
-    def begin_copy(
-        self, source: Sequence[BlockId], target: Sequence[BlockId],
-        keep_going: Callable[[], bool] | None = None, after: LaunchedWork | None = None,
-    ) -> CudaCopy:  # fmt: skip
-        own = self._own
-        blocks = own.blocks_to_read(source, self._num_blocks, target)
-        with self._lock:
-            if self._closed:
-                raise TransportError(f"the attachment to epoch {self.epoch:016x} is closed")
-            self._users += 1
-        try:
-            return own.copy_stream.begin(
-                self._table, blocks, target, self._drop_user, own.late_writers, after
-            )
-        except BaseException:
-            self._drop_user()
-            raise
-
-    def _drop_user(self) -> None:
-        """One user less.  After the last one nothing here reads the memory, and the closing thread
-        unmaps it."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        self._keep = None
-        self._own.unmap_later(self._mappings, self._table.address)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._drop_user()
 
 
 class CudaIpcTransport(OwnCache):
@@ -184,6 +126,20 @@ class CudaIpcTransport(OwnCache):
             _exports[self._details.export_id] = self
             return self.describe(self._details)
 
+    def withdraw(self) -> Callable[[], int]:
+        """See ``kvshm.interfaces.load_transport``.  Peers that have opened an IPC handle are not
+        known: memory that has one cannot sleep."""
+        with self._lock:
+            self.check_open()
+            self.epoch, server = Epoch(0), self._server
+            if server is not None:
+                server.export_id = 0
+            if self._details is not None:
+                _exports.pop(self._details.export_id, None)
+            if self._probe is not None:
+                self._probe.set_epoch(0)
+        return lambda: 0 if server is None else server.mapped
+
     def fence(self) -> Callable[[], bool]:
         """Return a function that tells, without blocking, whether all present work on the compute
         stream has ended.  A later fence replaces this one."""
@@ -200,9 +156,10 @@ class CudaIpcTransport(OwnCache):
         # The memory behind a descriptor can change without a visible sign.
         if before is not None and memories == before.memories and kinds == {IPC}:
             export_id = before.export_id
-        if FD in kinds:
+        if kinds & {FD, FABRIC}:
             if self._server is None:
-                addresses = [*(m.address for m in self.memory), self._probe.address]
+                named = zip((*memories, probe), (*self.memory, self._probe), strict=True)
+                addresses = [own.address if told.kind == FD else 0 for told, own in named]
                 self._server = DescriptorServer(self.driver, self._socket_path, addresses)
             self._server.export_id = export_id
         return CudaDetails(
@@ -357,6 +314,7 @@ class CudaIpcTransport(OwnCache):
         for attachment in list(self._attachments):
             attachment.close()
         self._closer.close()
+        self.mappings.close()
         self._free_memory()
 
     def _free_memory(self) -> None:
