@@ -47,6 +47,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
+    STILL_MAPPED,
     WEIGHTS_WRITTEN,
     Counter,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "PROMPT_TOKENS_COMPUTED",
     "PROMPT_TOKENS_LOCAL",
     "PROMPT_TOKENS_PEER",
+    "STILL_MAPPED",
     "WEIGHTS_WRITTEN",
     "BlockId",
     "Costs",

@@ -49,6 +49,7 @@ from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
 from .shutdown import prepare_shutdown
+from .sleeping import SleepHooks
 from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
@@ -62,7 +63,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
+class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     """Shares this engine's prefix cache with the other engines of the node."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -124,7 +125,6 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
 
     def hook_took(self, hook: str, begun_ns: int) -> None:
-        """Record the time of a hook in the engine's own slot table."""
         if (side := self._scheduler or self._worker) is not None:
             side.hook_took(hook, begun_ns)
 
@@ -137,13 +137,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker:
-            self._worker.register(kv_caches)
+            self._worker.register(kv_caches, self.unregister_kv_caches)
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> RankDescription | None:
         if self._worker is None or is_beside_others(self):
             return None  # a MultiConnector would give the answer to its other connectors as well
-        return self._worker.describe()
+        return self._worker.handshake()
 
     @guarded(_nothing)
     def answer_scheduler(self, question: str, *args: Any) -> Any:

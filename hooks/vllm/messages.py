@@ -87,6 +87,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """Attached peers by rank, for ranks where they have changed."""
     not_opened: int = 0
     """The epoch that this rank could not open.  0: none."""
+    still_mapped: int = 0
+    """How many ranks' KV caches were unmapped while other engines still mapped them."""
     failed: bool = False
     """A hook failed on this rank: the rank neither exports nor imports any more."""
 
@@ -105,6 +107,7 @@ class RankReport(KVConnectorWorkerMetadata):
             weights_changed=self.weights_changed or other.weights_changed,
             written={**self.written, **other.written},
             not_opened=self.not_opened or other.not_opened,
+            still_mapped=self.still_mapped + other.still_mapped,
             failed=self.failed or other.failed,
         )
 

@@ -34,13 +34,18 @@ class RankWeights:
         """``model_code`` at the start."""
         self._witness = WeightWitness(seconds, self._found)
 
-    def find(self, owners: Iterable[Any], changing: Callable[[], None]) -> None:
+    def find(
+        self,
+        owners: Iterable[Any],
+        changing: Callable[[], None],
+        unmapping: Callable[[], None] = lambda: None,
+    ) -> None:
         """Find the model among vLLM's objects, and have ``changing`` called before any of their
-        methods writes weights."""
+        methods writes weights, and ``unmapping`` before one unmaps memory, the KV cache's too."""
         self._owners, self._changing = list(owners), changing
         self.models = self._find()
+        watch_weights([*self.models, *self._owners], changing, unmapping)
         if self.models:
-            watch_weights([*self.models, *self._owners], changing)
             self._code = self._code_now()
 
     def _find(self) -> list[torch.nn.Module]:

@@ -126,8 +126,7 @@ class SchedulerSide:
         into the same step."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
-        role = self.cache.role
-        if not role.no_imports and early and self._vllm is not None and self._vllm.alone:
+        if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self, soon: bool = True) -> None:
@@ -161,12 +160,14 @@ class SchedulerSide:
 
     def started(self, given: Given, ranks: Ranks | None, may_write: Callable[[str], None]) -> None:
         """The ranks have started.  ``given``: their descriptions; None: ask the ranks.
-        ``may_write`` is called before later calls of the ranks that may write weights."""
+        ``may_write`` is called before later calls of the ranks that may write weights.  vLLM says
+        so again when the KV cache wakes up: the weights may sleep then, so no rank is asked."""
+        if self._ranks is not None:
+            return
         self._ranks = ranks
         if ranks is not None:
             ranks.watch_calls(may_write, self._config.read_only_calls.split(","))
-        asked = ranks.describe() if given is None and ranks is not None else given
-        self.ranks_described(asked or {})
+        self.ranks_described((ranks.describe() if given is None and ranks else given) or {})
         self._check_descriptions(0)
 
     def _check_descriptions(self, step: int) -> None:
@@ -355,8 +356,7 @@ class SchedulerSide:
         """Handle what the ranks report of times, epochs, weights and attached peers."""
         if report.step:
             self._times.ended(report.step)
-        if report.written:
-            self._changes.found(report.written)
+        self._changes.told(report)
         if report.attached:
             self.cache.planner.attached(self.importer.peers.record_attached(report.attached))
         if report.failed:

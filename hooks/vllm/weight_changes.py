@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvshm._ground.log import logger
-from kvshm.halves import WEIGHTS_WRITTEN, SchedulerHalf
+from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, SchedulerHalf
+
+from .messages import RankReport
 
 log = logger(__name__)
 
@@ -19,7 +19,7 @@ class WeightChanges:
     def __init__(self, cache: SchedulerHalf) -> None:
         self._cache = cache
         self._named: set[str] = set()
-        self._written = 0
+        self._written = self._mapped = 0
         self._found: list[str] = []
         """What the next epoch is to record."""
 
@@ -34,8 +34,11 @@ class WeightChanges:
             call,
         )
 
-    def found(self, written: Mapping[int, str]) -> None:
-        """Ranks have found that these parameters were written."""
+    def told(self, report: RankReport) -> None:
+        """Ranks have found that parameters were written, or have unmapped memory that others still
+        mapped."""
+        self._mapped += report.still_mapped
+        written = report.written
         self._written += len(written)
         self._found += [f"rank {rank}: weights written: {name}" for rank, name in written.items()]
 
@@ -43,6 +46,8 @@ class WeightChanges:
         """Carry over what the epochs before have counted: each has counters of its own."""
         if self._written:
             self._cache.count(WEIGHTS_WRITTEN, self._written)
+        if self._mapped:
+            self._cache.count(STILL_MAPPED, self._mapped)
         for text in self._found:
             self._cache.log_error(text)
         self._found.clear()

@@ -41,8 +41,17 @@ _WRITERS = (
 then nothing may read them."""
 
 
-def watch_weights(owners: Iterable[Any], changing: Callable[[], None]) -> None:
-    """Call ``changing`` before one of vLLM's methods writes weights, perhaps more than once.
+_UNMAPPING = frozenset({"sleep", "discard"})
+"""Those that unmap memory, the KV cache's too."""
+
+
+def watch_weights(
+    owners: Iterable[Any],
+    changing: Callable[[], None],
+    unmapping: Callable[[], None] = lambda: None,
+) -> None:
+    """Call ``changing`` before one of vLLM's methods writes weights, perhaps more than once, and
+    then ``unmapping`` if it unmaps memory.
 
     Worker only.  ``owners``: the model, and vLLM's model runner and worker, which also write
     without the model's ``load_weights`` (weights in the kernels' format, transfers from a
@@ -53,13 +62,15 @@ def watch_weights(owners: Iterable[Any], changing: Callable[[], None]) -> None:
     for owner in owners:
         for name in _WRITERS:
             if callable(write := getattr(owner, name, None)):
-                setattr(owner, name, _announced(write, changing))
+                then = [changing, unmapping] if name in _UNMAPPING else [changing]
+                setattr(owner, name, _announced(write, then))
 
 
-def _announced(write: Callable[..., Any], changing: Callable[[], None]) -> Callable[..., Any]:
+def _announced(write: Callable[..., Any], calls: list[Callable[[], None]]) -> Callable[..., Any]:
     @wraps(write)
     def announce(*args: Any, **kwargs: Any) -> Any:
-        changing()
+        for call in calls:
+            call()
         return write(*args, **kwargs)
 
     return announce

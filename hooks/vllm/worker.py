@@ -36,6 +36,7 @@ from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
 from .rank_weights import RankWeights
 from .refusals import cache_device
+from .sleeping import release_memory
 
 log = logger(__name__)
 
@@ -46,6 +47,11 @@ GIVE_UP_SECONDS = 1.0
 class WorkerSide:
     """One rank of one engine.  All methods run on the worker's main thread, except for
     ``_weights_written``."""
+
+    _known = False
+    """Whether vLLM has been told of this rank."""
+    _released = False
+    """Whether the KV cache's memory was released since it was last exported."""
 
     def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
         self._config = config
@@ -81,14 +87,17 @@ class WorkerSide:
 
     # -- start
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV cache exists: find its regions and prepare to export and fill them."""
+    def register(
+        self, kv_caches: dict[str, torch.Tensor], unmapping: Callable[[], None] = lambda: None
+    ) -> None:
+        """The KV cache exists: find its regions and prepare to export and fill them.
+        ``unmapping`` is called before vLLM's worker unmaps memory (sleep mode)."""
         placement = regions_of(self._kv_cache_config, kv_caches)
         if isinstance(placement, str):
             self._refusal = placement
             return
         # vLLM gives the model to no connector, but the caller is the model runner, which has it.
-        self._weights.find(callers_with("get_model"), self._weights_load)
+        self._weights.find(callers_with("get_model"), self._weights_load, unmapping)
         self._kernel_blocks = placement.kernel_blocks
         try:
             self._cache = open_rank(
@@ -123,6 +132,19 @@ class WorkerSide:
         except KvshmError as exc:  # the scheduler ends the epoch with the next step
             log.warning("cannot end the epoch before new weights: %s", exc)
 
+    def release_memory(self) -> None:
+        """The KV cache is about to be unmapped: see SleepHooks.  Loads that this ends are reported
+        as lost with the next step.  Idempotent."""
+        if self._cache is not None and not self._released:
+            left = release_memory(self._cache, self._rank)
+            self._released = True
+            self._next_report().still_mapped += left > 0
+            self.collect()
+
+    def is_loading(self) -> bool:
+        """Whether a load is under way, which may write to the KV cache."""
+        return bool(self._under_way)
+
     def _weights_written(self, name: str) -> None:
         """Somebody has written the weights, and nobody had announced it: other engines must not
         read this rank's blocks any more.  The scheduler hears of it with the next step.  The
@@ -149,9 +171,16 @@ class WorkerSide:
             )
         return self.allocation.memory_of(placement)
 
+    def handshake(self) -> RankDescription | None:
+        """Describe this rank at the start.  None later: vLLM asks again when the KV cache wakes up,
+        perhaps before the weights do, and the next step that runs the model describes them."""
+        known, self._known = self._known, True
+        return None if known else self.describe()
+
     def describe(self) -> RankDescription:
         """Return what the engine must know of this rank in order to join.  Digests the weights:
-        blocks for as long as one read of them takes."""
+        blocks for as long as one read of them takes.  Only while weights and KV cache are mapped:
+        at the start, and in a step that runs the model."""
         if self._transport is None:
             return RankDescription(None, {}, self._refusal)
         refusal = self._weights.find_again()
@@ -164,6 +193,7 @@ class WorkerSide:
         try:
             fields, seconds = self._weights.described_by(lambda each: rank_fields(*about, each))
             memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
+            self._released = False
         except (WeightsUnknown, TransportError) as exc:
             return RankDescription(None, {}, str(exc))
         fields[TRANSPORT] = self._transport.name

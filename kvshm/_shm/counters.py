@@ -145,6 +145,9 @@ SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table."
 WEIGHTS_WRITTEN = Counter(
     62, "weights_written", "Times that ranks found weights written which nobody had announced."
 )
+STILL_MAPPED = Counter(
+    63, "still_mapped", "Times that a rank's KV cache slept while other engines still mapped it."
+)
 HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")
 
 

@@ -197,6 +197,11 @@ EXPORTING = (
         "Times that ranks found weights written which nobody had announced; docs/fingerprint.md.",
         "weights_written",
     ),
+    _counter(
+        "still_mapped",
+        "Times that a rank's KV cache slept while other engines still mapped it.",
+        "still_mapped",
+    ),
 )
 EVENTS = (
     _counter("events_sent", "Messages of events handed to the coordinator.", "events_sent"),

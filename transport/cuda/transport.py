@@ -158,8 +158,9 @@ class CudaIpcTransport(OwnCache):
             export_id = before.export_id
         if kinds & {FD, FABRIC}:
             if self._server is None:
-                named = zip((*memories, probe), (*self.memory, self._probe), strict=True)
-                addresses = [own.address if told.kind == FD else 0 for told, own in named]
+                own = [*(m.address for m in self.memory), self._probe.address]
+                told = zip(own, (*memories, probe), strict=True)
+                addresses = [at if memory.kind == FD else 0 for at, memory in told]
                 self._server = DescriptorServer(self.driver, self._socket_path, addresses)
             self._server.export_id = export_id
         return CudaDetails(

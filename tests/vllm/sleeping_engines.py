@@ -1,0 +1,514 @@
+"""Two engines, one of which sleeps and wakes: a program of its own, because an access to memory
+that sleeps ends the process (SIGSEGV).  Each case runs in a process forked for it; prints how it
+ended.
+
+Real are vLLM's Scheduler, EngineCore's and Worker's sleep and wake_up, the executor, Model Runner
+V2's calls of the connector, both sides of the connector, ``posix_shm`` and the coordinator.  Played
+are the allocator, which protects memory that sleeps against every access, and the forward pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from local_node import Node
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import RequestStatus
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvshm._ground.syncpoints import SyncPoint
+from kvshm._rank import rank_load
+from kvshm._shm.counters import STILL_MAPPED
+from kvshm.hooks.vllm import at_once, sleeping
+from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.weights import weights_digest
+
+from ..waiting import until
+from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
+from .tiny_config import cache_config, spec
+
+BLOCKS = 64
+LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}
+WAKES: dict[str, list[list[str] | None]] = {
+    "all": [None],
+    "weights first": [["weights"], ["kv_cache"]],
+    "cache first": [["kv_cache"], ["weights"]],
+    "weights only": [["weights"]],
+}
+LOOKS_SECONDS = 0.3
+"""Far longer than the witness takes for a look at all weights, with KVSHM_WEIGHTS_CHECK_SECONDS."""
+PARALLEL = 3
+
+
+class ProtectingBackend(SleepModeBackend):
+    """vLLM's sleep mode for host memory: what sleeps cannot be accessed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.areas: dict[str, tuple[int, int]] = {}
+        """Address and bytes, by tag."""
+        self.saved: dict[str, bytes] = {}
+        self.asleep: set[str] = set()
+        self.before: Callable[[], None] = lambda: None
+        """Called before memory is protected."""
+
+    def suspend(self, level: int = 1) -> None:
+        self.before()
+        address, nbytes = self.areas["weights"]
+        if level == 1:
+            self.saved["weights"] = ctypes.string_at(address, nbytes)
+        for tag in self.areas:
+            self._protect(tag, 0)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.before()
+        for tag in tags:
+            self._protect(tag, 0)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        for tag in sorted(self.asleep & set(tags or self.areas)):
+            self._protect(tag, mmap.PROT_READ | mmap.PROT_WRITE)
+            address, nbytes = self.areas[tag]
+            ctypes.memmove(address, self.saved.pop(tag, b"\x55" * nbytes), nbytes)
+
+    def _protect(self, tag: str, protection: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, nbytes = self.areas[tag]
+        if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), protection):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        (self.asleep.discard if protection else self.asleep.add)(tag)
+
+
+class Runner:
+    """What of vLLM's model runner is asked."""
+
+    def __init__(self) -> None:
+        self.area = mmap.mmap(-1, 1 << 16)
+        self.weight = torch.frombuffer(self.area, dtype=torch.float32).view(128, 128)
+        self.model = torch.nn.Linear(128, 128, bias=False)
+        self.model.weight = torch.nn.Parameter(self.weight, requires_grad=False)
+        self.reload_weights()
+
+    def reload_weights(self) -> None:
+        self.weight.copy_(torch.arange(128 * 128).view(128, 128))
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def get_draft_model(self) -> None:
+        return None
+
+    def initialize_kv_cache(self, config: Any, caches: dict[str, torch.Tensor]) -> None:
+        self.kv_connector = ActiveKVConnector(config, caches)
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+
+class SleepingWorker(Worker):
+    """vLLM's own worker, put together without a GPU."""
+
+    def __init__(self, config: Any) -> None:
+        self.vllm_config, self.model_config = config, config.model_config
+        self.parallel_config = config.parallel_config
+        self.model_runner: Any = Runner()
+        self._sleep_mode_backend = ProtectingBackend()
+        self._sleep_saved_buffers = {}
+        self._sleep_saved_parameters = {}
+        self._sleep_saved_draft_buffers = {}
+
+    def initialize(self, caches: dict[str, torch.Tensor]) -> None:
+        self.model_runner.initialize_kv_cache(self.vllm_config, caches)
+
+
+class InProcessExecutor(UniProcExecutor):
+    """vLLM's own executor around a worker that exists; only one engine of a process is called at a
+    time, and finds its own connector."""
+
+    def __init__(self, worker: SleepingWorker, connector: KvshmConnector) -> None:
+        self.driver_worker: Any = worker
+        self.connector = connector
+        self.sleeping_tags: set[str] = set()
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        return super().collective_rpc(*args, **kwargs)
+
+
+class Core(EngineCore):
+    """vLLM's own core around parts that exist."""
+
+    def __init__(self, executor: InProcessExecutor) -> None:
+        self.model_executor: Any = executor
+        self.mm_receiver_cache = self.batch_queue = None
+
+    def shake_hands(self, connector: Any) -> None:
+        """What ``EngineCore.__init__`` does last in vLLM 0.32."""
+        told = self.model_executor.get_kv_connector_handshake_metadata()
+        content = {key: value for each in told for key, value in (each or {}).items()}
+        connector.set_xfer_handshake_metadata_pp_aware(content)
+
+
+class Scheduling(DrivenEngine):
+    """The scheduler's half of such an engine."""
+
+    core: Core
+
+    def shake_hands(self) -> None:
+        self.core.scheduler = self.scheduler
+        self.core.shake_hands(self.connector)
+
+
+class Engine:
+    """One engine, called as the EngineCore's loop and the model runner do."""
+
+    def __init__(self, model: Path) -> None:
+        config = vllm_config(model)
+        config.scheduler_config.async_scheduling = False
+        planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
+        planned.hash_block_size = BLOCK_SIZE
+        self.connector = KvshmConnector(config, KVConnectorRole.WORKER, planned)
+        memory = self.connector.get_mem_pool_context()
+        assert memory is not None
+        with memory:
+            layout = KVCacheLayout.LBNHC
+            self.caches = allocate_kv_cache(planned, torch.device("cpu"), layout, [BLOCK_SIZE])
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        self.rank = SleepingWorker(config)
+        self.rank.initialize(self.caches)
+        runner, shared = self.rank.model_runner, memory.memory  # type: ignore[attr-defined]
+        self.backend = self.rank._sleep_mode_backend
+        self.backend.areas = {
+            "weights": (runner.weight.data_ptr(), len(runner.area)),
+            "kv_cache": (shared.address, shared.nbytes),
+        }
+        self.core = Core(InProcessExecutor(self.rank, self.connector))
+        Scheduling.core = self.core
+        self.driven = Scheduling(config, BLOCKS, shares=False, cache=planned)
+        self.names = itertools.count()
+        self.computed_from: dict[str, int] = {}
+
+    @property
+    def cache(self) -> Any:
+        return self.driven.connector._scheduler.cache
+
+    @property
+    def side(self) -> Any:
+        return self.connector._worker
+
+    def step(self) -> None:
+        """One round of the core's loop, with or without a forward pass."""
+        sent = self.driven.schedule()
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        runner = self.rank.model_runner
+        if sent.output.total_num_scheduled_tokens:
+            runner.kv_connector.pre_forward(sent.output)
+            assert float(runner.weight[0, 1]) == 1.0, "the model has its weights"
+            self._forward(sent.output)
+            runner.kv_connector.finish_forward()
+            output = runner.kv_connector.post_forward(sent.output.finished_req_ids)
+        else:
+            output = runner.kv_connector.no_forward(sent.output).kv_connector_output
+        self.driven.answer(sent, output)
+
+    def _forward(self, output: Any) -> None:
+        """Every block of a prompt that the step computes is filled with a byte that follows from
+        its tokens."""
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for name, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                starts[name] = start
+        for name, start in starts.items():
+            self.computed_from[name] = start
+            tokens = self.driven.scheduler.requests[name].prompt_token_ids
+            for index, block in enumerate(self.driven.blocks_of(name)):
+                if index * BLOCK_SIZE >= start and (index + 1) * BLOCK_SIZE <= len(tokens):
+                    for each in self.caches.values():
+                        each[block].view(torch.uint8).fill_(value_of(tokens, index))
+
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, f"never came about: {what}"
+            self.step()
+            time.sleep(0.001)
+
+    def ask(self, tokens: list[int], **more: Any) -> str:
+        name = f"request-{next(self.names)}"
+        self.driven.add(name, tokens, max_tokens=2, **more)
+        return name
+
+    def compute(self, tokens: list[int]) -> int:
+        """Answer a prompt; returns how many of its tokens the engine had or imported.  All blocks
+        hold what belongs there."""
+        name = self.ask(tokens)
+        self.until(lambda: name in self.computed_from, "the request is computed")
+        full = len(tokens) // BLOCK_SIZE
+        packed = [each.view(torch.uint8).flatten(1) for each in self.caches.values()]
+        for index, block in enumerate(self.driven.blocks_of(name)[:full]):
+            assert all(bool((e[block] == value_of(tokens, index)).all()) for e in packed), index
+        self.until(lambda: name not in self.driven.scheduler.requests, "the request ends")
+        return self.computed_from[name]
+
+    def knows(self, tokens: list[int]) -> bool:
+        """Whether a peer is known to have this prompt, and is attached."""
+        request = self.driven.add("imagined", tokens, max_tokens=1)
+        self.driven.scheduler.finish_requests("imagined", RequestStatus.FINISHED_ABORTED)
+        full = len(tokens) // BLOCK_SIZE
+        if self.cache.table is None or not self.side._cache.attached():
+            return False
+        plan = self.cache.planner.lookup(request.block_hashes, 0, full)
+        return plan is not None and plan.num_blocks == full
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        self.driven.close()
+
+
+def value_of(tokens: list[int], index: int) -> int:
+    return 1 + tokens[index * BLOCK_SIZE] % 250
+
+
+def prompt(first: int, blocks: int = 3) -> list[int]:
+    return [first + 7 * i % 997 for i in range(blocks * BLOCK_SIZE + 5)]
+
+
+class Pair:
+    """The engine that sleeps and its peer."""
+
+    def __init__(self, a: Engine, b: Engine) -> None:
+        self.a, self.b = a, b
+        self.firsts = itertools.count(2000, 1000)
+
+    def meet(self) -> None:
+        """Both share: their ranks have described themselves, and serve their memory, which takes
+        steps that run the model."""
+        for engine in (self.a, self.b):
+            deadline = time.monotonic() + 60
+            while (table := engine.cache.table) is None or not table.alive:
+                assert time.monotonic() < deadline, "no epoch is open"
+                engine.compute(prompt(next(self.firsts)))
+
+    def share(self, exporter: Engine, importer: Engine) -> None:
+        """One computes a prompt and the other imports it whole."""
+        tokens = prompt(next(self.firsts))
+        self.known(exporter, importer, tokens)
+        assert importer.compute(tokens) == 3 * BLOCK_SIZE
+
+    def known(self, exporter: Engine, importer: Engine, tokens: list[int]) -> None:
+        assert exporter.compute(tokens) == 0
+
+        def known() -> bool:
+            exporter.step()
+            return importer.knows(tokens)
+
+        importer.until(known, "the peer knows the prompt and has attached the memory")
+
+
+@contextmanager
+def held_copy(engine: Engine) -> Any:
+    """The next load of this engine stops before its copy, until it is let go."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(point: SyncPoint) -> None:
+        if point is SyncPoint.COPY_BEGINS:
+            reached.set()
+            assert go_on.wait(60)
+
+    with (
+        mock.patch.object(rank_load, "sync_point", hold),
+        mock.patch.object(at_once.AtOnce, "accepts", return_value=False),
+    ):
+        yield SimpleNamespace(reached=reached, go_on=go_on)
+        go_on.set()
+
+
+def begin_import(pair: Pair, exporter: Engine, importer: Engine, held: Any) -> str:
+    """The importer's load of a prompt of the exporter is about to copy."""
+    tokens = prompt(next(pair.firsts))
+    pair.known(exporter, importer, tokens)
+    name = importer.ask(tokens)
+    importer.until(held.reached.is_set, "the copy begins")
+    return name
+
+
+def go_on_when(held: Any, ended: Callable[[], bool]) -> None:
+    """Let the copy go a moment after the sleep has begun to wait for it."""
+
+    def watch() -> None:
+        until(ended)
+        time.sleep(0.3)
+        held.go_on.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def sleeps(pair: Pair, wakes: list[list[str] | None], level: int, direction: str) -> None:
+    """The engine sleeps and wakes while a copy is under way, and shares again afterwards."""
+    a, b = pair.a, pair.b
+    importer, exporter = (b, a) if direction == "exports" else (a, b)
+    first, mapped = a.cache.table.epoch, []
+    a.backend.before = lambda: mapped.append(a.side._transport._server.connections)
+    with held_copy(importer) as held:
+        name = begin_import(pair, exporter, importer, held)
+        go_on_when(held, lambda: a.cache.table is None)
+        if level and direction != "imports, no reset":
+            a.core.sleep(level)
+        elif level:
+            a.core.model_executor.sleep(level)
+        elif importer is a:  # vLLM's core does not ask for it while a request waits for a load
+            a.core.model_executor.discard(("kv_cache",))
+        else:
+            a.core.sleep(0)
+            a.step()
+            a.core.release_kv_cache_memory()
+    assert mapped == [0], "peers have unmapped the memory before it goes"
+    assert a.backend.asleep == ({"weights", "kv_cache"} if level else {"kv_cache"})
+    for tags in wakes if level else [["kv_cache"]]:
+        asleep(a)
+        a.core.wake_up(tags)
+        if level == 2 and (tags is None or "weights" in tags):
+            asleep(a)
+            a.core.model_executor.collective_rpc("reload_weights")
+    if a.backend.asleep:
+        asleep(a)
+        return
+    if exporter is a:
+        importer.until(lambda: name not in importer.driven.scheduler.requests, "it is computed")
+    pair.meet()
+    assert a.cache.table.epoch != first
+    pair.share(a, b)
+    pair.share(b, a)
+
+
+def asleep(a: Engine) -> None:
+    """Nothing of the engine is shared and nothing touches its memory: not the witness, nor an idle
+    step."""
+    assert a.cache.table is None
+    assert a.side._weights._witness._samples is None
+    time.sleep(LOOKS_SECONDS)
+    if not a.driven.scheduler.requests:
+        a.step()
+
+
+def peer_hangs(pair: Pair) -> None:
+    """The engine sleeps nevertheless, its memory stays the peer's, and the wait is counted."""
+    a, b = pair.a, pair.b
+    with (
+        held_copy(b) as held,
+        mock.patch.object(sleeping, "UNMAP_SECONDS", 0.2),
+    ):
+        name = begin_import(pair, a, b, held)
+        a.core.sleep(1)
+        a.core.wake_up()
+        held.go_on.set()
+        b.until(lambda: name not in b.driven.scheduler.requests, "it is computed")
+    pair.meet()
+    assert a.cache.table.counters.read(STILL_MAPPED) == 1
+    pair.share(a, b)
+
+
+CASES: dict[str, Callable[[Pair], None]] = {
+    f"{order}, level {level}, {direction}": lambda pair, w=wakes, n=level, d=direction: sleeps(
+        pair, w, n, d
+    )
+    for order, wakes in WAKES.items()
+    for level in (1, 2)
+    for direction in ("exports", "imports")
+}
+CASES |= {
+    f"{order}, level 1, imports, no reset": lambda pair, w=wakes: sleeps(
+        pair, w, 1, "imports, no reset"
+    )
+    for order, wakes in WAKES.items()
+}
+CASES |= {
+    f"released, {direction}": lambda pair, d=direction: sleeps(pair, [], 0, d)
+    for direction in ("exports", "imports")
+}
+CASES["a peer hangs"] = peer_hangs
+
+
+def run(case: str, model: Path) -> None:
+    """One case, in this process."""
+    with ExitStack() as stack:
+        group = SimpleNamespace(rank_in_group=0)
+        for owner, name, result in (
+            (torch.accelerator, "synchronize", None),
+            (torch.accelerator, "get_memory_info", (1, 1)),
+            (gpu_worker, "get_pp_group", group),
+            (gpu_worker, "get_tp_group", group),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, return_value=result))
+
+        def fields(config: Any, cache: Any, models: Any, each: Any) -> dict[str, str]:
+            return {"weights": "".join(weights_digest(model, each) for model in models)}
+
+        stack.enter_context(mock.patch.object(worker_module, "rank_fields", fields))
+        node = stack.enter_context(Node())
+        node.start_coordinator()
+        more = {"KVSHM_STRICT": "1", "KVSHM_WEIGHTS_CHECK_SECONDS": "0.1"}
+        os.environ.update({**node.environment, **more, "KVSHM_MIN_PREFIX_TOKENS": "0"})
+        os.environ.pop("KVSHM_ENABLE", None)
+        engines = []
+        for _ in range(2):
+            engines.append(Engine(model))
+            stack.callback(engines[-1].close)
+        pair = Pair(*engines)
+        pair.meet()
+        CASES[case](pair)
+
+
+def main(model: str, only: list[str]) -> None:
+    left = [name for name in CASES if not only or name in only]
+    running: dict[int, str] = {}
+    while left or running:
+        while left and len(running) < PARALLEL:
+            name = left.pop(0)
+            if pid := os.fork():
+                running[pid] = name
+                continue
+            try:
+                signal.alarm(150)
+                run(name, Path(model))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        pid, status = os.wait()
+        how = os.waitstatus_to_exitcode(status)
+        print(
+            f"\ncase {running.pop(pid)}: {signal.Signals(-how).name if how < 0 else how}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
