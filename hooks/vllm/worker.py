@@ -143,6 +143,7 @@ class WorkerSide:
 
     def is_loading(self) -> bool:
         """Whether a load is under way, which may write to the KV cache."""
+        self.collect()
         return bool(self._under_way)
 
     def _weights_written(self, name: str) -> None:
