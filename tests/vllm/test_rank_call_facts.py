@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
@@ -18,6 +20,7 @@ from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
+from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.rank_calls import HARMLESS, WRITING
 
 from .test_private_facts import in_order
@@ -59,3 +62,28 @@ def test_weights_sleep_and_wake_by_methods_of_these_names() -> None:
     in_order(Worker.sleep, "sleep_mode_backend.suspend(")
     in_order(Worker.discard, "sleep_mode_backend.discard(")
     in_order(Worker.wake_up, "sleep_mode_backend.resume(")
+
+
+def test_sleep_resets_first_and_only_a_full_wake_up_resumes_steps() -> None:
+    in_order(
+        EngineCore.sleep, "clear_prefix_cache = level >= 1", "self.pause_scheduler(", "sleep(level)"
+    )
+    in_order(EngineCore.pause_scheduler, "self._finish_pause(clear_cache)")
+    in_order(EngineCore._finish_pause, "if clear_cache:", "self._reset_caches()")
+    in_order(EngineCore.release_kv_cache_memory, "self._reset_caches()", "model_executor.discard(")
+    resumes = "self.model_executor.is_sleeping", "if fully_awake:", "self.resume_scheduler()"
+    in_order(EngineCore.wake_up, "self.model_executor.wake_up(tags)", *resumes)
+
+
+def test_connectors_are_told_before_the_kv_cache_is_unmapped() -> None:
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return  # vLLM 0.32: test_weights_sleep_and_wake_by_methods_of_these_names
+    told = "get_kv_transfer_group().unregister_kv_caches()"
+    in_order(Worker.sleep, told, "sleep_mode_backend.suspend(")
+    in_order(Worker.discard, '"kv_cache" in tags', told, "sleep_mode_backend.discard(")
+    in_order(MultiConnector.unregister_kv_caches, "c.unregister_kv_caches()")
+    in_order(MultiConnector.supports_sleep_mode, ".supports_sleep_mode(c)")
+    assert KvshmConnector.supports_sleep_mode(None)
+    for name in ("unregister_kv_caches", "restore_kv_caches", "supports_sleep_mode"):
+        own, theirs = getattr(KvshmConnector, name), getattr(KVConnectorBase_V1, name)
+        assert list(inspect.signature(own).parameters) == list(inspect.signature(theirs).parameters)

@@ -13,17 +13,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from .sleeping_engines import CASES
+from .sleeping_cases import CASES
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def ended(model: Path) -> tuple[dict[str, str], str]:
+def ended(model: Path, request: pytest.FixtureRequest) -> tuple[dict[str, str], str]:
     """How each case has ended: an exit status or the signal that ended it; and what was written."""
+    asked = [i.callspec.params["case"] for i in request.session.items if hasattr(i, "callspec")
+             and "case" in i.callspec.params and i.path == request.path]  # fmt: skip
     paths = [str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.sleeping_engines", str(model)],
+        [sys.executable, "-m", "tests.vllm.sleeping_cases", str(model), *asked],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -33,9 +35,17 @@ def ended(model: Path) -> tuple[dict[str, str], str]:
     return dict(re.findall(r"^case (.+): (\w+)$", done.stdout, re.MULTILINE)), done.stdout
 
 
+RARE = {case for case in CASES if "level 2, imports" in case or "no reset" in case} - {
+    "all, level 1, imports, no reset"
+}
+"""Other orders of what one case shows already."""
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long) if c in RARE else c for c in CASES]
+)
 def test_an_engine_sleeps_and_shares_again(case: str, ended: tuple[dict[str, str], str]) -> None:
     how, said = ended
     assert how.get(case) == "0", said[-8000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,3 +141,54 @@ def test_a_call_that_only_reads_leaves_everything_shared(writing: Pair) -> None:
     seen.assert_imported(shareable(prompt))
     assert node.epoch(a) == epoch
     assert not a.said("tell of all ranks may write")
+
+
+CALLS = {
+    "sleep": ("/sleep?level=1", "/wake_up"),
+    "sleep, and wake one by one": (
+        "/sleep?level=2",
+        "/wake_up?tags=kv_cache",
+        "/wake_up?tags=weights",
+    ),
+    "pause": ("/pause", "/resume"),
+}
+"""vLLM's CPU worker ignores a sleep and says so; all else is as on a GPU."""
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_an_engine_that_slept_or_paused_shares_again(writing: Pair, way: str) -> None:
+    node, a, b = writing
+    before, after = prompts(2, seed=540 + len(way))
+    with node.sharing(a, shareable(before)):
+        a.complete(before)
+    epoch = node.epoch(a)
+    for call_ in CALLS[way]:
+        a.request(call_, post=True)
+        assert node._epoch(a) is None, "it ends with the first call, and none begins between them"
+    assert_computed(b, (*before, 1))
+    begin_epoch(writing, a)
+    assert node.epoch(a) != epoch
+    node.wait_joined(a, b)
+    with observe(node, b) as seen:
+        assert_bit_equal(ask_both(node, a, b, [after]))
+    seen.assert_imported(shareable(after))
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "reload_weights"])
+def test_updates_of_weights_end_what_is_shared_whatever_comes_of_them(
+    writing: Pair, method: str
+) -> None:
+    """Without a transfer from a trainer vLLM refuses the first two, and reads the third's files."""
+    node, a, b = writing
+    before, after = prompts(2, seed=570 + len(method))
+    with node.sharing(a, shareable(before)):
+        a.complete(before)
+    arguments = ("{}",) if method == "update_weights" else ()
+    with contextlib.suppress(urllib.error.HTTPError):
+        call(a, method, *arguments)
+    assert_computed(b, (*before, 1))
+    begin_epoch(writing, a)
+    node.wait_joined(a, b)
+    with observe(node, b) as seen:
+        assert_bit_equal(ask_both(node, a, b, [after]))
+    seen.assert_imported(shareable(after))
