@@ -158,7 +158,7 @@ CALLS = {
 @pytest.mark.parametrize("way", CALLS)
 def test_an_engine_that_slept_or_paused_shares_again(writing: Pair, way: str) -> None:
     node, a, b = writing
-    before, after = prompts(2, seed=540 + len(way))
+    before, after = prompts(2, seed=540 + list(CALLS).index(way))
     with node.sharing(a, shareable(before)):
         a.complete(before)
     epoch = node.epoch(a)
@@ -174,13 +174,16 @@ def test_an_engine_that_slept_or_paused_shares_again(writing: Pair, way: str) ->
     seen.assert_imported(shareable(after))
 
 
-@pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "reload_weights"])
+UPDATES = ("start_weight_update", "update_weights", "reload_weights")
+
+
+@pytest.mark.parametrize("method", UPDATES)
 def test_updates_of_weights_end_what_is_shared_whatever_comes_of_them(
     writing: Pair, method: str
 ) -> None:
     """Without a transfer from a trainer vLLM refuses the first two, and reads the third's files."""
     node, a, b = writing
-    before, after = prompts(2, seed=570 + len(method))
+    before, after = prompts(2, seed=570 + UPDATES.index(method))
     with node.sharing(a, shareable(before)):
         a.complete(before)
     arguments = ("{}",) if method == "update_weights" else ()
