@@ -36,8 +36,10 @@ def on_cpu(tmp_path: Path) -> Iterator[list[PosixShmTransport]]:
     memories = [KVMemory.create(512) for _ in range(2)]
     made = [PosixShmTransport(m, REGIONS, 0, tmp_path / f"{i}") for i, m in enumerate(memories)]
     yield made
-    for each in (*made, *memories):
-        each.close()
+    for transport in made:
+        transport.close()
+    for memory in memories:
+        memory.close()
 
 
 def test_an_exporter_on_a_cpu_sees_when_its_memory_is_unmapped(

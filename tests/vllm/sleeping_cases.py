@@ -82,10 +82,10 @@ def held_copy() -> Any:
     """The next copy stops in its first block, until it is let go; then it writes all blocks."""
     reached, go_on, copy_blocks = threading.Event(), threading.Event(), _native.copy_blocks
 
-    def copy(*about: Any) -> int:
+    def copy(source: Any, target: Any, read: Any, written: Any, _: bytearray) -> int:
         reached.set()
         assert go_on.wait(60)
-        return copy_blocks(*about[:-1], bytearray(4))  # asked to stop too late
+        return copy_blocks(source, target, read, written, bytearray(4))  # asked to stop too late
 
     with (
         mock.patch.object(copier, "_native", SimpleNamespace(copy_blocks=copy)),
