@@ -16,8 +16,8 @@ from gpu_peer import answer_calls
 
 from kvshm._ground.ids import BlockId, Epoch
 from kvshm.interfaces import Copy, MemoryDescriptor, Region
-from kvshm.transport.cuda.driver import write
 from kvshm.transport.cuda.attachment import CudaAttachment
+from kvshm.transport.cuda.driver import write
 from kvshm.transport.cuda.export import DeviceMemory
 from kvshm.transport.cuda.nvidia import NvidiaDriver
 from kvshm.transport.cuda.transport import CudaIpcTransport

@@ -58,7 +58,8 @@ def test_each_metric_is_shown_by_a_panel_or_not_for_a_reason() -> None:
             "loads_at_once_total", "rejected_blocks_total", "verified_blocks_total",
             "leases_taken_total", "leases_lost_total", "estimated_seconds_total",
             "blocks_drained_total", "blocks_kept_total", "leases_swept_total",
-            "events_sent_total", "events_unheard_total", "still_mapped_total", "resyncs_total", "rejoins_total",
+            "events_sent_total", "events_unheard_total", "resyncs_total", "rejoins_total",
+            "still_mapped_total",
             "replica_lacking_blocks", "epoch_start_timestamp_seconds",
             "coordinator_last_progress_timestamp_seconds",
         )

@@ -36,8 +36,8 @@ def on_cpu(tmp_path: Path) -> Iterator[list[PosixShmTransport]]:
     memories = [KVMemory.create(512) for _ in range(2)]
     made = [PosixShmTransport(m, REGIONS, 0, tmp_path / f"{i}") for i, m in enumerate(memories)]
     yield made
-    for transport in made:
-        transport.close()
+    for each in made:
+        each.close()
     for memory in memories:
         memory.close()
 

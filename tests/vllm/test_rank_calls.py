@@ -46,9 +46,12 @@ class Core:
         engine.rank = RankDescription(told.info, told.fields, seconds=seconds)
         self.start(engine)
 
-    def start(self, engine: DrivenEngine) -> None:
-        """A method of the core, which kvshm finds on the stack."""
-        engine.shake_hands()
+    def start(self, engine: DrivenEngine, told: dict[Any, Any] | None = None) -> None:
+        """A method of the core, which kvshm finds on the stack.  ``told``: what the ranks say."""
+        if told is None:
+            engine.shake_hands()
+        else:
+            engine.connector.set_xfer_handshake_metadata_pp_aware(told)
 
 
 @pytest.fixture
@@ -117,6 +120,18 @@ def test_kvshms_own_questions_change_nothing(called: Any) -> None:
     e.connector._scheduler._ranks.describe()
     assert executor.sent == [("describe", True)]
     assert len(e.ready()) == 3
+
+
+def test_a_handshake_that_comes_again_asks_no_rank_and_ends_no_epoch(engine: Make) -> None:
+    """vLLM 0.33 repeats it when the KV cache wakes up; the weights may sleep then."""
+    e = engine()
+    core = Core(e, 0.0)
+    e.wait_for_epoch()
+    epoch = e.connector._scheduler.cache.epoch_state
+    for again in ({(0, 0): e.rank}, {}):
+        core.start(e, again)
+    assert core.model_executor.sent == []
+    assert e.connector._scheduler.cache.epoch_state is epoch
 
 
 def test_the_ranks_are_asked_anew_and_what_they_compute_then_is_shared(called: Any) -> None:

@@ -20,7 +20,7 @@ from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport
 from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.own_slot_table import OwnSlotTable
-from kvshm.errors import TransportError
+from kvshm.errors import MemoryInUse, TransportError
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
@@ -285,3 +285,24 @@ def test_a_load_of_several_groups_is_reported_by_request(connector: KvshmConnect
     results = connector.get_transfer_results(set())
     assert not results.finished_recving
     assert not results.failed_recving
+
+
+def test_memory_does_not_go_under_a_load_that_a_bug_keeps_from_ending(
+    connector: KvshmConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way may write to it: then the sleep fails, and else it goes on."""
+    side: Any = connector._worker
+    monkeypatch.setattr(side._cache, "release_memory", fails)
+    connector.unregister_kv_caches()
+    side._under_way["r"] = load("r")
+    with pytest.raises(MemoryInUse, match="must stay mapped"):
+        connector.unregister_kv_caches()
+    del side._under_way["r"]
+
+
+def test_a_rank_answers_the_handshake_once(
+    connector: KvshmConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side: Any = connector._worker
+    monkeypatch.setattr(side, "describe", lambda: "described")
+    assert [connector.get_handshake_metadata() for _ in range(2)] == ["described", None]
