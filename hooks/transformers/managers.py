@@ -13,17 +13,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import wraps
+from functools import cache, wraps
 from math import isfinite
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from kvshm.api import Config, ConfigError, Identity, KvshmError, Node, allocate, join
 
-from ..boundary import decline, guarded, start_log
+from ..boundary import decline, guarded, log, start_log
 from .identity import identity_of
 from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
@@ -35,6 +36,7 @@ from .refusals import (
     model_refusal,
 )
 from .shared_prefixes import SharedPrefixes
+from .versions import tested, untested
 
 
 def share(
@@ -67,6 +69,8 @@ def share(
     if reason := manager_refusal(manager) or interface_refusal():
         sharing.decline(reason)
         return manager
+    if untested(transformers.__version__):
+        _note_untested(transformers.__version__)
     manager._create_batch_processor = sharing.around_creation(manager._create_batch_processor)
     manager._fail_all_remaining_requests = sharing.around_failures(
         manager._fail_all_remaining_requests
@@ -76,6 +80,16 @@ def share(
     manager.destroy = sharing.around_destroy(manager.destroy)
     manager.kvshm = sharing  # so that a later call neither wraps it again nor is ignored
     return manager
+
+
+@cache
+def _note_untested(version: str) -> None:
+    """Say so, once."""
+    log.warning(
+        "sharing on transformers %s, which is not tested with this kvshm; tested is %s",
+        version,
+        tested(),
+    )
 
 
 def share_all(

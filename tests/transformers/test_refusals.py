@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tomllib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -26,6 +31,7 @@ from kvshm.hooks.transformers.refusals import (
     interface_refusal,
     manager_refusal,
 )
+from kvshm.hooks.transformers.versions import TESTED, untested
 
 from .conftest import Lines, MakeManager
 from .managers import ask, end, random_prompt, start
@@ -192,3 +198,35 @@ def test_a_refused_manager_serves_on(node: object, lines: Lines) -> None:
     assert node_of(manager) is None
     assert len(ask(manager, random_prompt(1, 100))[0]) == 8
     end(manager)
+
+
+def test_an_older_transformers_is_refused_by_its_version() -> None:
+    """Before kvshm imports what that one does not have."""
+    code = (
+        "import transformers; transformers.__version__ = '5.18.0'\n"
+        "try:\n    import kvshm.hooks.transformers\n"
+        "except ImportError as exc:\n    print(exc)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "transformers 5.18.0 is too old, kvshm needs 5.19 or newer\n"
+
+
+def test_a_newer_transformers_shares_and_says_once_that_it_is_untested(
+    manager: MakeManager, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    first, _ = manager(), manager()
+    start(first)
+    assert node_of(first) is not None
+    said = [line for line in lines if "not tested" in line]
+    assert said == [
+        "kvshm: sharing on transformers 5.99.0, which is not tested with this kvshm; "
+        "tested is 5.19 to 5.24"
+    ]
+
+
+def test_the_installed_transformers_is_among_the_tested_and_the_extra_asks_for_the_oldest() -> None:
+    assert not untested(transformers.__version__)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    oldest = ".".join(map(str, TESTED[0]))
+    assert f"transformers>={oldest},<6" in project["optional-dependencies"]["transformers"]
