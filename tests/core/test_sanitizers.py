@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import _native
-
 FILES = ("core_driver.c", "core_fuzz.c", "core_scribble.c")
 DRIVER = [Path(__file__).with_name(name) for name in FILES]
-CORE = Path(_native.__file__).parent / "native"
+CORE = Path(__file__).parents[2] / "kvshm" / "native"
 PARTS = ("core.c", "exporter.c", "importer.c", "lookup.c", "replica.c")
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-pthread", "-fno-sanitize-recover=all")
 

@@ -15,6 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
 
+PYTHONS = os.environ.get("PYTHONS", "").split() or [sys.executable]
+"""The interpreters that run the wheel (`make test-pythons`); the one of these tests builds it."""
+
 Run = Callable[..., str]
 
 
@@ -59,12 +62,13 @@ def wheel(work: Path, run: Run) -> Path:
     return next(work.glob("kvshm-*.whl"))
 
 
-@pytest.fixture(scope="session")
-def python(work: Path, run: Run, wheel: Path) -> Path:
+@pytest.fixture(scope="session", params=PYTHONS, ids=lambda path: Path(path).name)
+def python(work: Path, run: Run, wheel: Path, request: pytest.FixtureRequest) -> Path:
     """The interpreter of an environment that holds the wheel and its base requirements, made
     where no compiler works."""
-    run(sys.executable, "-m", "venv", work / "venv")
-    python = work / "venv/bin/python"
+    venv = work / f"venv-{PYTHONS.index(request.param)}"
+    run(request.param, "-m", "venv", venv)
+    python = venv / "bin/python"
     install = ("-m", "pip", "install", "--quiet", "--only-binary=:all:")
     run(python, *install, wheel, CC="false", CXX="false")
     return python
@@ -74,7 +78,7 @@ def python(work: Path, run: Run, wheel: Path) -> Path:
 def elsewhere(work: Path) -> Path:
     """A folder that holds the tests and what they read, and none of the code they test."""
     place = work / "elsewhere"
-    for folder in ("tests", "examples", "docs"):
+    for folder in ("tests", "examples", "docs", "kvshm/native"):  # tests/core compile the last
         shutil.copytree(ROOT / folder, place / folder, ignore=NOT_SOURCE)
     for page in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / page, place)

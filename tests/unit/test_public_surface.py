@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
 from typing import Any, Protocol
 
 import pytest
@@ -63,13 +63,18 @@ def names_of(module: ModuleType) -> set[str]:
     return {name for name, where in made_in.items() if where == module.__name__}
 
 
+def kind_of(thing: object) -> str:
+    """The name of its class; Python 3.14 has one class for all unions, and calls it Union."""
+    return "UnionType" if isinstance(thing, UnionType) else type(thing).__name__
+
+
 def about(name: str, thing: Any) -> Iterator[str]:
     """The lines of one public name."""
     if inspect.isfunction(thing):
         yield f"{name}{inspect.signature(thing)}"
     elif not inspect.isclass(thing):
         plain = isinstance(thing, int | float | str | dict | tuple)
-        yield f"{name}: {type(thing).__name__}" + (f" = {json.dumps(thing)}" if plain else "")
+        yield f"{name}: {kind_of(thing)}" + (f" = {json.dumps(thing)}" if plain else "")
     elif issubclass(thing, enum.Enum):
         yield f"class {name}({thing.__base__.__name__})"
         yield from (f"{name}.{one.name} = {one.value!r}" for one in thing)
