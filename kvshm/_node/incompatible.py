@@ -70,9 +70,11 @@ def reason(other: IncompatibleEngine, size: int) -> str:
     enough = min(ENOUGH_CHARACTERS, (size - least) // 2)
     room = (size - len(f"{name} is  here,  there{also}")) // 2
     room = max(1, min(VALUE_CHARACTERS, max(enough, room)))
+    if len(ours) + len(theirs) <= 2 * room:  # a short one leaves room to the other
+        room = max(len(ours), len(theirs))
     same = [a == b for a, b in zip(ours, theirs, strict=False)]
     equal = same.index(False) if False in same else len(same)
-    begin = max(0, equal - room // 2) if max(len(ours), len(theirs)) > room else 0
+    begin = max(0, equal - room // 2) if equal >= room else 0
     ours, theirs = ours[begin : begin + room], theirs[begin : begin + room]
     text = f"{name} is {ours or NOT_GIVEN} here, {theirs or NOT_GIVEN} there{also}"
     return text if len(text) <= size else f"{text[: size - 3]}..."

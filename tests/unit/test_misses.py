@@ -181,6 +181,16 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
         assert "2 there" in text
 
 
+def test_versions_are_shown_whole_or_from_their_beginning() -> None:
+    differing = {"engine": ("vllm 0.33.0+cpu", "vllm 0.32.0"), "execution": ("1", "2")}
+    differing["layers"] = ("1", "2")
+    said = incompatible.error_log_entry(IncompatibleEngine("vllm-20710", 20710, differing))
+    assert ": engine is vllm 0.33.0+cpu here, vllm 0.32.0 there; also execution layers" in said
+    differing["engine"] = ("vllm 0.33.0+cpu.local", "vllm 0.32.0+cpu")
+    said = incompatible.error_log_entry(IncompatibleEngine("vllm-20710", 20710, differing))
+    assert ": engine is vllm 0.33.0+" in said, said
+
+
 def test_adapters_are_named_before_the_weights_that_differ_by_them() -> None:
     fields = [dict.fromkeys(FIELDS, "same") for _ in range(2)]
     for number, of_one in enumerate(fields):
