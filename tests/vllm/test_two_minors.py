@@ -2,7 +2,7 @@
 
 Keys and the layout of blocks agree, the computing code does not (docs/decisions/0029): so neither
 imports, both serve, and the log, `kvshm dump` and `kvshm status` name the versions.  The other
-minor's environment is the folder KVSHM_TEST_OTHER_VLLM or, unless that is set, `.venv-0.33`.
+minor's environment is the folder OTHER_VLLM or, unless that is set, `.venv-0.33`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .oracle import prompts, shareable
 vllm = pytest.importorskip("vllm")
 
 ROOT = Path(__file__).parents[2]
-OTHER = Path(os.environ.get("KVSHM_TEST_OTHER_VLLM", ROOT / ".venv-0.33")) / "bin/python"
+OTHER = Path(os.environ.get("OTHER_VLLM", ROOT / ".venv-0.33")) / "bin/python"
 VERSION = "from importlib.metadata import version; print(version('vllm'))"
 
 pytestmark = [
