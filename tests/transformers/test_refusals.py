@@ -26,6 +26,7 @@ from transformers import (
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from kvshm.hooks.transformers import node_of, share
+from kvshm.hooks.transformers.managers import _note_untested
 from kvshm.hooks.transformers.refusals import (
     cache_refusal,
     interface_refusal,
@@ -214,6 +215,7 @@ def test_an_older_transformers_is_refused_by_its_version() -> None:
 def test_a_newer_transformers_shares_and_says_once_that_it_is_untested(
     manager: MakeManager, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _note_untested.cache_clear()  # as in a process that has shared nothing yet
     monkeypatch.setattr(transformers, "__version__", "5.99.0")
     first, _ = manager(), manager()
     start(first)
