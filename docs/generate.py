@@ -1,7 +1,7 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py and their
 sources, the fields of kvshm/_ground/fingerprint.py, the names of kvshm/api.py (docs/api_page.py),
-the metrics of tools/metrics/definitions.py, and the numbers of kvshm/_shm/layout.py.  Also writes
-kvshm/native/layout.h, which states those numbers for C.
+the metrics of tools/metrics/definitions.py, the facts of docs/vllm-facts.toml, and the numbers of
+kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
 
     make docs
 
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import api_page
+import vllm_facts
 
 from kvshm._ground import syncpoints, timing
 from kvshm._ground.fingerprint import FIELDS
@@ -31,8 +32,10 @@ CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 LAYOUT = Path(__file__).with_name("layout.md")
 METRICS = Path(__file__).with_name("metrics.md")
+VLLM_FACTS = Path(__file__).with_name("vllm-facts.md")
 HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
+FACT_HEAD = ("fact", "why the public interface does not do", "test", "relied on by")
 METRIC_HEAD = ("metric", "type", "labels", "tells")
 HEAD = ("setting", "accepts", "default", "what it does")
 FILE = (
@@ -87,6 +90,12 @@ def metrics(page: str) -> str:
     left_out = _table([(f"`{label}`", why) for label, why in LEFT_OUT.items()], ("counter", "see"))
     page = replaced(page, "metrics", "".join(parts))
     return replaced(page, "left out", left_out)
+
+
+def facts(page: str) -> str:
+    """Return the page with the facts of docs/vllm-facts.toml."""
+    parts = (f"## {title}\n\n{_table(rows, FACT_HEAD)}\n" for title, rows in vllm_facts.page())
+    return replaced(page, "facts", "".join(parts))
 
 
 def layout(page: str) -> str:
@@ -151,3 +160,4 @@ if __name__ == "__main__":
     API.write_text(api(API.read_text("utf-8")), "utf-8")
     FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")
     METRICS.write_text(metrics(METRICS.read_text("utf-8")), "utf-8")
+    VLLM_FACTS.write_text(facts(VLLM_FACTS.read_text("utf-8")), "utf-8")

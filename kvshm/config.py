@@ -204,8 +204,9 @@ class Config:
     beside: bool = _flag(
         "Share also on an engine that has a connector of its own, in a MultiConnector with it."
     )
-    allow_untested_vllm: bool = _flag(
-        "Share on versions of vLLM that kvshm has not been tested with."
+    untested: bool = _flag(
+        "Share also on a vLLM that differs from the tested ones in what kvshm relies on: answers "
+        "may then be wrong."
     )
     fault: Fault | None = _setting(
         None,

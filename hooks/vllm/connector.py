@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -39,12 +38,13 @@ from kvshm._ground.rundir import open_run_directory, require_room
 from kvshm.errors import ConfigError, KvshmError
 
 from ..boundary import guarded, report, timed
+from .admission import admit
 from .declining import decline_engine
 from .imports import ids_of
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
-from .refusals import cache_refusal, config_refusal, version_refusal, version_warning
+from .refusals import cache_refusal, config_refusal
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
@@ -80,16 +80,16 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         config = settings_of_connector(self._kv_transfer_config)
         prepare_shutdown(config)
         start_log(config.log_level, config.log_format, config.log_file)
-        # Only the scheduler reads the policy.
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
-            log.info("%s", overridden)
+            log.info("%s", overridden)  # only the scheduler reads the policy
         for warning in () if config.enable else config.warnings:  # else the plugin has logged it
             log.log(level, "%s", warning)
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        admission = admit(config.untested)
         refusal = (
-            version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
+            admission.refusal
             or config_refusal(vllm_config, os.environ, config.transport)
             or cache_refusal(kv_cache_config)
             or config.decide_role().refusal
@@ -97,8 +97,8 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         if refusal is not None:
             decline_engine(refusal, config, vllm_config, is_scheduler=scheduler)
             return
-        if (untested := version_warning(vllm.__version_tuple__)) is not None:
-            log.log(level, "%s", untested)
+        if notice := admission.notice:
+            log.log(min(level, notice.level), "%s", notice.text)
         try:
             run_dir = open_run_directory(config.run_dir, os.environ)
             require_room(run_dir, config.namespace)

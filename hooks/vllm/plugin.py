@@ -54,16 +54,14 @@ def activate() -> None:
     from kvshm.errors import ConfigError
     from kvshm.interfaces import check_installed
 
-    from .refusals import version_refusal
+    from .admission import admit
 
     config = Config.from_env(os.environ)
     if not config.enable:
         return
-    import vllm
-
     start_log(config.log_level, config.log_format, config.log_file)
     try:
-        reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
+        reason = admit(config.untested).refusal
         if reason is None:
             check_installed(config.transport, config.called("transport"))
             register()

@@ -1,7 +1,8 @@
 """Why an engine cannot share its cache: one sentence per reason, for the log.
 
 This module knows the reasons that vLLM's configuration shows.  Other modules refuse what only
-the cache and the model show (several allocations, unknown weights).
+the cache and the model show (several allocations, unknown weights), and a vLLM that is not as
+kvshm knows it (admission.py).
 """
 
 from __future__ import annotations
@@ -19,47 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-TESTED_VLLM = ((0, 32), (0, 33))
-"""Major and minor versions.  kvshm relies on private behaviour of vLLM (docs/vllm-facts.md): kvshm
-notices a missing name, but not a changed meaning."""
 ROCM = "rocm"
-
-
-def version_refusal(version: tuple[int | str, ...], allowed: bool) -> str | None:
-    """Return why this vLLM version cannot be used, or None.  ``allowed``: whether untested versions
-    may be used (KVSHM_ALLOW_UNTESTED_VLLM), including development trees, whose version is
-    (0, 0, "dev")."""
-    if version[:2] != (0, 0) and version[:2] < TESTED_VLLM[0]:
-        return f"vLLM {_dotted(version)} is too old, kvshm needs {_tested()}"
-    if allowed or is_tested(version):
-        return None
-    return (
-        f"vLLM {_dotted(version)} is not tested with this kvshm, only {_tested()} is; "
-        "KVSHM_ALLOW_UNTESTED_VLLM=1 shares all the same"
-    )
-
-
-def version_warning(version: tuple[int | str, ...]) -> str | None:
-    """Return what to log when sharing on a version that was allowed but is not tested."""
-    if is_tested(version):
-        return None
-    return (
-        f"sharing on vLLM {_dotted(version)}, which is not tested with this kvshm "
-        f"(KVSHM_ALLOW_UNTESTED_VLLM=1): answers may be wrong; tested is {_tested()}"
-    )
-
-
-def is_tested(version: tuple[int | str, ...]) -> bool:
-    """Whether kvshm's tests have run with this version of vLLM."""
-    return version[:2] in TESTED_VLLM
-
-
-def _tested() -> str:
-    return " and ".join(f"{_dotted(v)}.*" for v in TESTED_VLLM)
-
-
-def _dotted(version: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 def config_refusal(

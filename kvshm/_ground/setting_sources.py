@@ -29,7 +29,7 @@ ORDER = (
 )
 """The sources.  The first one that says something of a setting counts."""
 
-_TOO_LATE = {"enable", "allow_untested_vllm"}
+_TOO_LATE = {"enable", "untested"}
 """Read before there is a configuration of an engine: they decide whether kvshm looks at one."""
 
 

@@ -36,7 +36,7 @@ def test_defaults() -> None:
     assert (config.min_prefix_tokens, config.max_import_blocks) == ("auto", 16384)
     assert (config.drain_budget_ms, config.join_wait_ms) == (1.0, 1000.0)
     assert (config.fault, config.strict, config.verify) == (None, False, False)
-    assert (config.staging, config.beside, config.allow_untested_vllm) == (False, False, False)
+    assert (config.staging, config.beside, config.untested) == (False, False, False)
     assert (config.transport, config.log_level) == ("auto", "INFO")
     assert (config.log_format, config.log_file) == (LogFormat.TEXT, "")
     assert (config.given, config.warnings) == (frozenset(), ())
@@ -60,7 +60,7 @@ def test_every_value_is_read() -> None:
             "KVSHM_READ_ONLY_CALLS": "tell, my_stats",
             "KVSHM_TRANSPORT": "carrier-pigeon_2.0",
             "KVSHM_BESIDE": "1",
-            "KVSHM_ALLOW_UNTESTED_VLLM": "1",
+            "KVSHM_UNTESTED": "1",
             "KVSHM_LOG_LEVEL": "debug",
             "KVSHM_LOG_FORMAT": "json",
             "KVSHM_LOG_FILE": "/var/log//kvshm.log",
@@ -78,7 +78,7 @@ def test_every_value_is_read() -> None:
     assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
     assert (config.weights_check_seconds, config.read_only_calls) == (0.5, "tell,my_stats")
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
-    assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
+    assert (config.staging, config.beside, config.untested) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
     assert config.join_wait_ms == 30.0
     assert (config.log_format, config.log_file) == (LogFormat.JSON, "/var/log/kvshm.log")

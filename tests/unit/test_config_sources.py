@@ -18,7 +18,7 @@ from kvshm.errors import ConfigError
 
 from .setting_texts import BAD, GOOD
 
-TOO_LATE = {"enable", "allow_untested_vllm"}
+TOO_LATE = {"enable", "untested"}
 """What kv_connector_extra_config cannot say."""
 
 

@@ -27,13 +27,13 @@ SEVERITY = {
     "debug": "Debug",
 }
 """By the function that logs."""
-LEVELS = {*SEVERITY, "log", "Limit"}
+LEVELS = {*SEVERITY, "log", "Limit", "Notice"}
 EVENTS = {"Log", "report", "write", "_write", "_record", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
     "weights", "transformers/parts", "transformers/refusals",
     *(f"vllm/{n}" for n in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch")),
-    "vllm/rank_weights",
+    "vllm/rank_weights", "vllm/admission",
 )  # fmt: skip
 """Modules of hooks/ that say why an engine does not share."""
 
@@ -99,6 +99,8 @@ def reasons() -> set[str]:
                     found.add(pattern(one))
                 case ast.AnnAssign(target=ast.Name(id="_REASONS"), value=ast.Dict(keys=keys)):
                     found |= {pattern(key) for key in keys if key is not None}
+                case ast.Call(func=ast.Name(id="Admission"), args=[one]):
+                    found.add(pattern(one))
                 case ast.Call(func=ast.Name(id="RankDescription"), args=[_, _, one]):
                     found.add(pattern(one))
     return {reason for reason in found if reason is not None and " " in reason}

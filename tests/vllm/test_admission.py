@@ -1,33 +1,231 @@
-"""Which vLLM kvshm shares on; no engine."""
+"""Which vLLM kvshm shares on: told from its source.  No engine."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm.hooks.vllm.refusals import TESTED_VLLM, version_refusal, version_warning
+import vllm
 
-from .odd_vllm import TOO_OLD, UNTESTED, dotted
+from kvshm.hooks.vllm.admission import (
+    ABSENT,
+    Admission,
+    Difference,
+    Examined,
+    admit,
+    decide,
+    examine,
+    known_sources,
+    minors,
+)
+from kvshm.hooks.vllm.source_digests import Source
+
+from .odd_vllm import TOO_OLD, UNTESTED, copy_of_vllm, dotted, with_another_statement
+
+ROOT = Path(vllm.__file__).parent
+KNOWN: Mapping[str, Any] = known_sources()["files"]
+TESTED: list[str] = known_sources()["versions"]
+FILES = [file for file in KNOWN if (ROOT / file).exists()]
+DIFFERENT = Difference("v1/core/block_pool.py", "BlockPool.touch", ("a-fact", "another"))
+GONE = Difference("v1/core/block_pool.py", "", ("a-fact",))
+
+
+def parsed_only() -> dict[str, Any]:
+    """What is known, without the digests of whole files: each function is looked at."""
+    return {file: {**known, "whole": {}} for file, known in KNOWN.items()}
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of those files of vLLM that count."""
+    return copy_of_vllm(tmp_path, FILES).parent
+
+
+def own_parts(file: str) -> list[str]:
+    """The names in a file that this vLLM has."""
+    own = Source((ROOT / file).read_text()).digests(KNOWN[file]["parts"])
+    return [name for name in own if own[name] is not None]
+
+
+# -- what the source says
+
+
+def test_this_vllm_has_all_that_kvshm_relies_on() -> None:
+    assert examine(ROOT, KNOWN) == Examined()
+    assert examine(ROOT, parsed_only()) == Examined()
+    assert admit(False) == Admission()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_changed_line_is_noticed_by_the_facts_that_rest_on_it(file: str, copied: Path) -> None:
+    """In each function and class of which a digest is known."""
+    text = (ROOT / file).read_text()
+    for name in own_parts(file):
+        (copied / file).write_text(with_another_statement(text, name))
+        found = examine(copied, KNOWN).different
+        assert Difference(file, name, tuple(KNOWN[file]["parts"][name]["facts"])) in found
+        # Else only what holds it, or what it holds.
+        assert all(one.name.startswith(name) or name.startswith(one.name) for one in found)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_comments_docstrings_and_other_functions_do_not_count(file: str, copied: Path) -> None:
+    text = (ROOT / file).read_text()
+    added = "# A comment.\ndef kvshm_test(): return 1\n\n"
+    lines = [f"{line}  # comment" if line.endswith(":") else line for line in text.splitlines()]
+    (copied / file).write_text("\n".join(lines) + f"\n{added}")
+    assert examine(copied, KNOWN) == Examined()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_cut_is_never_wrong(file: str) -> None:
+    """It has the digest that parsing the whole file gives, or none.  Of all functions that vLLM has
+    in these files, not only those that kvshm relies on."""
+    source = Source((ROOT / file).read_text())
+    exact = source.digests(source.names())
+    wrong = [name for name in exact if source.cut_digest(name) not in (None, exact[name])]
+    assert not wrong
+
+
+def test_a_function_that_is_gone_is_noticed(copied: Path) -> None:
+    file = "v1/core/block_pool.py"
+    text = (ROOT / file).read_text()
+    name = next(n for n in own_parts(file) if "." in n)
+    assert Source(text).definition(name) in text
+    (copied / file).write_text(text.replace(Source(text).definition(name), ""))
+    assert name in [one.name for one in examine(copied, KNOWN).different]
+
+
+@pytest.mark.parametrize("content", ["", "def f(:", "\0", None])
+def test_a_damaged_or_missing_file_differs(copied: Path, content: str | None) -> None:
+    file = "v1/core/block_pool.py"
+    (copied / file).unlink()
+    if content is not None:
+        (copied / file).write_text(content)
+    found = examine(copied, KNOWN)
+    assert {one.file for one in found.different} == {file}
+    assert (found.different[0].name == "") == (content is None)
+    assert not found.unreadable
 
 
 @pytest.mark.parametrize(
-    ("version", "usable", "if_allowed"),
+    "compiled", ["block_pool.cpython-311-x86_64-linux-gnu.so", "block_pool.pyc"]
+)
+def test_what_is_compiled_cannot_be_read(copied: Path, compiled: str) -> None:
+    file = "v1/core/block_pool.py"
+    (copied / file).unlink()
+    (copied / "v1" / "core" / compiled).touch()
+    assert examine(copied, KNOWN) == Examined(unreadable=(file,))
+
+
+def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
+    assert examine(tmp_path / "vllm.zip" / "vllm", KNOWN) == Examined(unreadable=tuple(KNOWN))
+
+
+# -- what follows
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "refusal", "notice"),
     [
-        (TOO_OLD, False, False),
-        ((0, 9, 0), False, False),
-        *(((*minor, patch), True, True) for minor in TESTED_VLLM for patch in (0, 7)),
-        ((*UNTESTED[:2], "0rc1"), False, True),
-        ((1, 0, 0), False, True),
-        ((0, 0, "dev"), False, True),
+        # as tested
+        *(((*minor, 7), Examined(), None, None) for minor in minors(TESTED)),
+        (UNTESTED, Examined(), None, (logging.INFO, "is not among the tested")),
+        ((*UNTESTED[:2], "0rc1"), Examined(), None, (logging.INFO, "but all that kvshm relies on")),
+        ((0, 0, "dev"), Examined(), None, (logging.INFO, "vLLM 0.0.dev is not among")),
+        # changed
+        *(
+            (version, Examined((DIFFERENT,)), f"vLLM {dotted(version)} is not as the tested", None)
+            for version in ((*minors(TESTED)[0], 9), UNTESTED, (0, 0, "dev"))
+        ),
+        (UNTESTED, Examined((GONE,)), "vllm/v1/core/block_pool.py, which is missing (fact", None),
+        # not all there
+        ((*minors(TESTED)[-1], 0), Examined((GONE,)), "is incomplete, without vllm/v1/core", None),
+        # without source
+        (
+            (*minors(TESTED)[0], 0),
+            Examined((), ("a.py",)),
+            None,
+            (logging.INFO, "no source of a.py to compare with the tested one: kvshm goes by its"),
+        ),
+        (UNTESTED, Examined((), ("a.py",)), "no source of a.py to compare; upgrade kvshm", None),
+        (
+            (*minors(TESTED)[0], 0),
+            Examined((DIFFERENT,), ("a.py",)),
+            "BlockPool.touch in vllm/v1/core/block_pool.py (fact a-fact, another)",
+            None,
+        ),
+        (TOO_OLD, Examined(), f"vLLM {dotted(TOO_OLD)} is too old, kvshm needs {TESTED[0]}", None),
     ],
 )
-def test_which_vllm_versions_are_used(
-    version: tuple[int | str, ...], usable: bool, if_allowed: bool
+def test_what_follows(
+    version: tuple[int | str, ...],
+    found: Examined,
+    refusal: str | None,
+    notice: tuple[int, str] | None,
 ) -> None:
-    reason = version_refusal(version, allowed=False)
-    assert (reason is None) == usable
-    assert usable or all(f"{dotted(minor)}.*" in str(reason) for minor in TESTED_VLLM)
-    assert usable or not if_allowed or "KVSHM_ALLOW_UNTESTED_VLLM=1" in str(reason)
-    assert (version_refusal(version, allowed=True) is None) == if_allowed
-    assert (version_warning(version) is None) == usable
+    made = decide(version, found, TESTED, False)
+    assert (made.refusal is None) == (refusal is None)
+    assert str(refusal) in str(made.refusal)
+    assert (made.notice is None) == (notice is None)
+    if notice is not None and made.notice is not None:
+        assert made.notice.level == notice[0]
+        assert notice[1] in made.notice.text
+
+
+def test_who_may_share_all_the_same() -> None:
+    """Not on a vLLM that is too old for kvshm's code, or that is not all there."""
+    minor = minors(TESTED)[-1]
+    for version, found in ((UNTESTED, Examined((DIFFERENT,))), (UNTESTED, Examined((), ("a.py",)))):
+        refused, allowed = (decide(version, found, TESTED, way) for way in (False, True))
+        assert "KVSHM_UNTESTED=1 shares all the same, and answers may be wrong" in str(
+            refused.refusal
+        )
+        assert allowed.refusal is None
+        assert allowed.notice is not None
+        assert allowed.notice.level == logging.WARNING
+        assert "answers may be wrong" in allowed.notice.text
+    for version, found in ((TOO_OLD, Examined()), ((*minor, 0), Examined((GONE,)))):
+        assert decide(version, found, TESTED, True) == decide(version, found, TESTED, False)
+        assert "KVSHM_UNTESTED" not in str(decide(version, found, TESTED, True).refusal)
+
+
+def test_a_line_names_some_of_many_differences() -> None:
+    many = tuple(DIFFERENT._replace(name=f"function_{n}") for n in range(9))
+    refusal = str(decide(UNTESTED, Examined(many), TESTED, False).refusal)
+    assert [f"function_{n}" in refusal for n in range(9)] == [True] * 3 + [False] * 6
+    assert "; and 6 more; upgrade kvshm" in refusal
+
+
+@pytest.mark.parametrize("file", [None, "not json"])
+def test_a_kvshm_that_is_incomplete_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    broken = tmp_path / "known.json"
+    if file is not None:
+        broken.write_text(file)
+    monkeypatch.setattr("kvshm.hooks.vllm.admission.KNOWN", broken)
+    monkeypatch.setattr(vllm, "__file__", str(tmp_path / "__init__.py"))
+    known_sources.cache_clear()
+    try:
+        assert "this vLLM cannot be compared: " in str(admit(False).refusal)
+    finally:
+        known_sources.cache_clear()
+
+
+# -- the data file
+
+
+def test_every_digest_is_of_tested_versions() -> None:
+    assert sorted(TESTED, key=lambda version: [*map(int, version.split("."))]) == TESTED
+    for known in KNOWN.values():
+        for part in known["parts"].values():
+            of = [version for versions in part["digests"].values() for version in versions]
+            assert sorted({*of}) == sorted(TESTED)
+            assert {*part["digests"]} != {ABSENT}

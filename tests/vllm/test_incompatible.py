@@ -94,7 +94,7 @@ def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: 
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             "PYTHONHASHSEED": "7",
             **with_version(tmp_path, "0.99.1"),
-            "KVSHM_ALLOW_UNTESTED_VLLM": "1",
+            "KVSHM_UNTESTED": "1",
         },
     )
     (other,) = pair.node.start_engines(spec)

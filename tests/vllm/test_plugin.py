@@ -25,7 +25,7 @@ from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
-from .odd_vllm import TOO_OLD, UNTESTED, dotted
+from .odd_vllm import FILE, NAME, TOO_OLD, UNTESTED, changed_copy, dotted
 from .tiny_config import MAMBA, engine_config
 
 MakeConfig = Callable[..., VllmConfig]
@@ -249,14 +249,19 @@ def test_warnings_about_settings_reach_the_log(
     ("version", "reason"),
     [
         (TOO_OLD, f"vLLM {dotted(TOO_OLD)} is too old"),
-        (UNTESTED, f"vLLM {dotted(UNTESTED)} is not tested"),
+        (UNTESTED, f"{NAME} in vllm/{FILE} (fact "),
     ],
 )
-def test_other_versions_of_vllm_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, lines: Lines, version: tuple[int, ...], reason: str
+def test_a_vllm_that_does_other_things_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lines: Lines,
+    version: tuple[int, ...],
+    reason: str,
 ) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
     monkeypatch.setattr("vllm.__version_tuple__", version)
+    monkeypatch.setattr("vllm.__file__", str(changed_copy(tmp_path)))
     before = getattr(VllmConfig, plugin.TOUCHPOINT)
     plugin.activate()
     assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
@@ -264,12 +269,15 @@ def test_other_versions_of_vllm_are_left_alone(
     assert reason in lines[-1]
 
 
-def test_an_untested_vllm_is_used_where_that_was_asked_for(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_untested_vllm_is_used_if_it_does_the_same_or_that_was_asked_for(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: bool
 ) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
-    monkeypatch.setenv("KVSHM_ALLOW_UNTESTED_VLLM", "1")
     monkeypatch.setattr("vllm.__version_tuple__", UNTESTED)
+    if changed:
+        monkeypatch.setenv("KVSHM_UNTESTED", "1")
+        monkeypatch.setattr("vllm.__file__", str(changed_copy(tmp_path)))
     plugin.activate()
     transfer = make_config().kv_transfer_config
     assert transfer is not None

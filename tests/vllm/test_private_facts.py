@@ -39,11 +39,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvshm.hooks.vllm import plugin, shutdown
 from kvshm.hooks.vllm.pool_watch import block_tables
-from kvshm.hooks.vllm.refusals import is_tested
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
-
-PAGE = Path(__file__).parents[2] / "docs" / "vllm-facts.md"
 
 
 def in_order(function: Any, *pieces: str) -> None:
@@ -56,16 +53,6 @@ def in_order(function: Any, *pieces: str) -> None:
 
 def pool(engine: DrivenEngine) -> Any:
     return engine.scheduler.kv_cache_manager.block_pool
-
-
-def test_the_page_lists_every_fact() -> None:
-    listed = re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(), re.MULTILINE)
-    here = [name for name in globals() if name.startswith("test_")]
-    assert listed == here[1:]
-
-
-def test_this_vllm_is_one_of_the_tested() -> None:
-    assert is_tested(vllm.__version_tuple__)
 
 
 # -- blocks and their hashes

@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvshm.hooks.vllm.ranks import Ranks
 
 from .conftest import Lines
-from .odd_vllm import UNTESTED, dotted
+from .odd_vllm import FILE, NAME, changed_copy
 from .scheduling import DrivenEngine, Make, prompt, vllm_config
 
 
@@ -77,29 +77,38 @@ def test_ranks_that_never_say_that_a_step_has_ended_are_named_and_leave_nothing_
     assert not side.tracker.expecting
 
 
-def test_an_untested_vllm_is_refused_where_only_the_connector_was_asked_for(
-    model: Path, engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
+def test_a_changed_vllm_is_refused_where_only_the_connector_was_asked_for(
+    model: Path, engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """--kv-transfer-config directly, without the plugin: vLLM runs on, with nothing shared."""
-    monkeypatch.setattr("vllm.__version_tuple__", UNTESTED)
+    monkeypatch.setattr("vllm.__file__", str(changed_copy(tmp_path)))
     alone = DrivenEngine(vllm_config(model), shares=False)
     (line,) = [line for line in lines if "sharing the" in line]
-    assert f"vLLM {dotted(UNTESTED)} is not tested" in line
-    assert "KVSHM_ALLOW_UNTESTED_VLLM=1" in line
+    assert f"{NAME} in vllm/{FILE} (fact " in line
+    assert "KVSHM_UNTESTED=1" in line
     alone.add("a", prompt(3), max_tokens=1)
     assert alone.step().metadata.step == 0
     assert alone.scheduler.get_num_unfinished_requests() == 0
     alone.close()
 
 
-def test_an_untested_vllm_is_used_where_allowed_and_that_is_said(
+def test_a_changed_vllm_is_used_where_allowed_and_that_is_said(
+    engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVSHM_UNTESTED", "1")
+    monkeypatch.setattr("vllm.__file__", str(changed_copy(tmp_path)))
+    assert engine().table.epoch
+    (line,) = [line for line in lines if line.startswith("kvshm: sharing all the same")]
+    assert NAME in line
+
+
+def test_an_untested_vllm_that_does_the_same_says_so_once(
     engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSHM_ALLOW_UNTESTED_VLLM", "1")
     monkeypatch.setattr("vllm.__version_tuple__", (0, 0, "dev"))
     assert engine().table.epoch
-    (line,) = [line for line in lines if line.startswith("kvshm: sharing on vLLM")]
-    assert "0.0.dev, which is not tested" in line
+    (line,) = [line for line in lines if "is not among the tested" in line]
+    assert line.startswith("kvshm: vLLM 0.0.dev ")
 
 
 class TwoRanks:

@@ -1,0 +1,245 @@
+"""Whether kvshm shares on this vLLM: told from vLLM's source, not from its version.
+
+kvshm relies on private behaviour of vLLM (docs/vllm-facts.md).  ``known_sources.json`` has a digest
+of each function and class on which a fact rests, as each tested version has it.  An engine shares
+if all of them are known, whatever its vLLM calls itself.  Pure but for ``admit``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .source_digests import Source, bytes_digest
+
+KNOWN = Path(__file__).with_name("known_sources.json")
+ABSENT = "absent"
+"""Stands for a digest where a version has no such function or class."""
+_NAMED = 3
+"""How many differences a line of the log names."""
+
+Version = tuple[int | str, ...]
+"""As vLLM's ``__version_tuple__``; a development tree's may be (0, 0, "dev")."""
+
+
+class Difference(NamedTuple):
+    """A function or class that is as in none of the tested versions."""
+
+    file: str
+    """Below vLLM's package."""
+    name: str
+    """Dotted: ``Class.method``; empty if the file is not there."""
+    facts: tuple[str, ...]
+    """Keys of the facts that rest on it (docs/vllm-facts.md)."""
+
+
+class Examined(NamedTuple):
+    """What the source of an installed vLLM says."""
+
+    different: tuple[Difference, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    """Files of which there is no source: compiled or zipped."""
+
+
+class Notice(NamedTuple):
+    """What an engine that shares logs once."""
+
+    level: int
+    text: str
+
+
+class Admission(NamedTuple):
+    """Whether an engine shares on its vLLM: if not, why."""
+
+    refusal: str | None = None
+    notice: Notice | None = None
+
+
+def admit(allowed: bool) -> Admission:
+    """Return whether kvshm shares on the vLLM of this process.  ``allowed``: the setting
+    KVSHM_UNTESTED.
+
+    Any process that has imported vLLM.  Reads about 30 source files in the first call, which takes
+    milliseconds (docs/versions.md).  What goes wrong meanwhile is a refusal.
+    """
+    import vllm
+
+    try:
+        found = _examined(str(vllm.__file__))
+        return decide(vllm.__version_tuple__, found, known_sources()["versions"], allowed)
+    except Exception as exc:  # any: the engine serves unshared
+        return Admission(f"this vLLM cannot be compared: {type(exc).__name__}: {exc}")
+
+
+@cache
+def known_sources() -> Mapping[str, Any]:
+    """Return what ``known_sources.json`` says: ``versions`` that were tested; ``files``, each with
+    the digests of all of it (``whole``), and per function and class (``parts``) the ``facts`` that
+    rest on it, its ``digests``, each with the versions that have it, and those of its lines as they
+    stand (``lines``), which are faster to compute."""
+    known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
+    return known
+
+
+@cache
+def _examined(package: str) -> Examined:
+    return examine(Path(package).parent, known_sources()["files"])
+
+
+# -- what the source says
+
+
+def examine(root: Path, known_files: Mapping[str, Any]) -> Examined:
+    """Compare the vLLM in the folder ``root`` with the digests of tested versions."""
+    if not root.is_dir():  # in an archive
+        return Examined(unreadable=tuple(known_files))
+    different: list[Difference] = []
+    unreadable: list[str] = []
+    for file, known in known_files.items():
+        content = _content(root / file)
+        if content is None and _is_compiled(root / file):
+            unreadable.append(file)
+        else:
+            different += _differences(file, content, known)
+    return Examined(tuple(different), tuple(unreadable))
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_compiled(path: Path) -> bool:
+    """Whether Python would import this module without its source."""
+    return any(path.parent.glob(f"{path.stem}.*so")) or path.with_suffix(".pyc").exists()
+
+
+def _differences(
+    file: str, content: bytes | None, known: Mapping[str, Any]
+) -> Iterable[Difference]:
+    parts: Mapping[str, Any] = known["parts"]
+    if content is None:
+        gone = [part for part in parts.values() if ABSENT not in part["digests"]]
+        facts = dict.fromkeys(fact for part in gone for fact in part["facts"])
+        return [Difference(file, "", tuple(facts))] if gone else []
+    if bytes_digest(content) in known["whole"]:
+        return []
+    return [
+        Difference(file, name, tuple(parts[name]["facts"]))
+        for name in _unknown(Source(content.decode(errors="replace")), parts)
+    ]
+
+
+def _unknown(source: Source, parts: Mapping[str, Any]) -> list[str]:
+    """Return the names of which the source has what no tested version has."""
+    unsure = [name for name, known in parts.items() if not _is_known(source, name, known)]
+    if not unsure:
+        return []
+    try:
+        exact = source.digests(unsure)
+    except (SyntaxError, ValueError):  # a damaged file
+        return unsure
+    return [name for name in unsure if (exact[name] or ABSENT) not in parts[name]["digests"]]
+
+
+def _is_known(source: Source, name: str, known: Mapping[str, Any]) -> bool:
+    """Ask what takes no parsing of the whole file, the fastest first."""
+    if source.is_absent(name):
+        return ABSENT in known["digests"]
+    return (
+        source.lines_digest(name) in known["lines"] or source.cut_digest(name) in known["digests"]
+    )
+
+
+# -- what follows from it
+
+
+def decide(version: Version, found: Examined, tested: list[str], allowed: bool) -> Admission:
+    """Return whether an engine shares.  ``tested``: whole versions, the oldest first."""
+    is_tested = version[:2] in minors(tested)
+    if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
+        return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
+    if is_tested and (gone := [one.file for one in found.different if not one.name]):
+        return Admission(
+            f"this vLLM {dotted(version)} is incomplete, without "
+            f"{_some([f'vllm/{file}' for file in gone])}: install vLLM again"
+        )
+    if found.different:
+        return _if_allowed(_changed(version, found.different, tested), allowed)
+    if found.unreadable and not is_tested:
+        return _if_allowed(_unknown_without_source(version, found.unreadable, tested), allowed)
+    if found.unreadable:
+        return Admission(
+            notice=Notice(
+                logging.INFO,
+                f"this vLLM has no source of {_some(found.unreadable)} to compare with the tested "
+                f"one: kvshm goes by its version {dotted(version)}",
+            )
+        )
+    if is_tested:
+        return Admission()
+    return Admission(
+        notice=Notice(
+            logging.INFO,
+            f"vLLM {dotted(version)} is not among the tested {_and(tested)}, but all that kvshm "
+            "relies on is there as in these",
+        )
+    )
+
+
+def _if_allowed(what: str, allowed: bool) -> Admission:
+    if allowed:
+        return Admission(
+            notice=Notice(
+                logging.WARNING,
+                f"sharing all the same (KVSHM_UNTESTED=1), and answers may be wrong: {what}",
+            )
+        )
+    return Admission(
+        f"{what}; upgrade kvshm, or KVSHM_UNTESTED=1 shares all the same, and answers may be wrong"
+    )
+
+
+def _changed(version: Version, different: Iterable[Difference], tested: list[str]) -> str:
+    named = [
+        f"{name} in vllm/{file} (fact {', '.join(facts)})"
+        if name
+        else f"vllm/{file}, which is missing (fact {', '.join(facts)})"
+        for file, name, facts in different
+    ]
+    return (
+        f"vLLM {dotted(version)} is not as the tested {_and(tested)} in what kvshm relies on: "
+        f"{_some(named)}"
+    )
+
+
+def _unknown_without_source(version: Version, files: Sequence[str], tested: list[str]) -> str:
+    return (
+        f"vLLM {dotted(version)} is not among the tested {_and(tested)}, and has no source of "
+        f"{_some(files)} to compare"
+    )
+
+
+def minors(versions: Iterable[str]) -> list[tuple[int, int]]:
+    """Return the minor versions of whole ones, each once, the oldest first."""
+    return sorted({(int(v.split(".")[0]), int(v.split(".")[1])) for v in versions})
+
+
+def dotted(version: Version) -> str:
+    """Return a version as it is written."""
+    return ".".join(map(str, version))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return "; ".join(names[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _and(versions: list[str]) -> str:
+    return " and ".join(versions)

@@ -1,0 +1,168 @@
+"""docs/vllm-facts.toml agrees with what it names: tests, modules, digests, the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_facts
+from vllm_facts import Fact, Vllm
+
+from kvshm.hooks.vllm.admission import ABSENT, KNOWN, known_sources
+
+ROOT = Path(__file__).parents[2]
+FACTS = vllm_facts.facts()
+OF_FACTS_ALONE = ("test_private_facts.py", "test_rank_call_facts.py")
+"""Files in tests/vllm whose tests all show facts."""
+
+each = pytest.mark.parametrize("fact", FACTS, ids=[fact.key for fact in FACTS])
+
+
+def named_tests(fact: Fact) -> dict[str, list[str]]:
+    """The names of a fact's tests, by file."""
+    parts = re.split(r"`(test_\w+\.py)`: ", fact.tests)
+    assert parts[0] == ""
+    return {
+        file: re.findall(r"`(test_\w+)`", names)
+        for file, names in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def defined_in(file: str) -> list[str]:
+    return re.findall(r"^def (test_\w+)\(", (ROOT / "tests/vllm" / file).read_text(), re.MULTILINE)
+
+
+@each
+def test_a_fact_has_a_reason_tests_and_users_that_exist(fact: Fact) -> None:
+    assert re.fullmatch(r"[a-z0-9-]+", fact.key)
+    assert fact.says.strip(" .") == fact.says
+    assert fact.why.strip(" .") == fact.why != ""
+    for file, names in named_tests(fact).items():
+        assert names
+        assert set(names) <= set(defined_in(file))
+    assert fact.relied_on_by
+    assert all((ROOT / user).exists() for user in fact.relied_on_by)
+    assert fact.sources
+
+
+def test_each_fact_has_a_key_of_its_own() -> None:
+    assert len({fact.key for fact in FACTS}) == len(FACTS)
+
+
+@pytest.mark.parametrize("file", OF_FACTS_ALONE)
+def test_each_test_of_facts_belongs_to_one(file: str) -> None:
+    named = {name for fact in FACTS for name in named_tests(fact).get(file, [])}
+    assert set(defined_in(file)) == named
+
+
+def test_the_digests_are_of_these_facts() -> None:
+    """Else: make vllm-facts-recorded."""
+    recorded = {
+        (file, name): part["facts"]
+        for file, known in known_sources()["files"].items()
+        for name, part in known["parts"].items()
+    }
+    listed: dict[tuple[str, str], list[str]] = {}
+    for fact in FACTS:
+        for source in fact.sources:
+            listed.setdefault(source, []).append(fact.key)
+    assert recorded == listed
+
+
+def test_the_page_is_the_generated_one() -> None:
+    page = (ROOT / "docs/vllm-facts.md").read_text("utf-8")
+    generated = runpy.run_path(str(ROOT / "docs/generate.py"))["facts"](page)
+    assert generated == page, "make docs"
+
+
+# -- recording and comparing
+
+
+def played(version: str, files: Mapping[str, str]) -> Vllm:
+    """A vLLM of these files, with an empty one for each that facts name else."""
+    return Vllm(version, lambda file: files[file].encode() if file in files else None)
+
+
+@pytest.fixture
+def two_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = tmp_path / "facts.toml"
+    facts.write_text(
+        """
+[[section]]
+title = "Pools"
+[[section.fact]]
+key = "a-pool-gives"
+says = "a pool gives blocks"
+why = "nothing public gives"
+tests = "`test_x.py`: `test_it_gives`"
+relied_on_by = ["hooks/vllm/pool_room.py"]
+sources = ["pool.py: Pool.give", "pool.py: Pool.later"]
+[[section.fact]]
+key = "a-pool-takes"
+says = "a pool takes blocks"
+why = "nothing public takes"
+tests = "`test_x.py`: `test_it_takes`"
+relied_on_by = ["hooks/vllm/pool_room.py"]
+sources = ["pool.py: Pool.give", "pool.py: Pool.take"]
+"""
+    )
+    monkeypatch.setattr(vllm_facts, "FACTS", facts)
+
+
+OLD = '''
+class Pool:
+    def give(self):
+        """Gives."""
+        return 1
+
+    def take(self):
+        text = """
+at the left"""
+        return text
+'''
+NEW = OLD.replace("return 1", "return 2") + "    def later(self): pass\n"
+
+
+@pytest.mark.usefixtures("two_facts")
+def test_a_record_says_who_has_what() -> None:
+    made = vllm_facts.recorded(
+        [played("0.10.0", {"pool.py": NEW}), played("0.9.1", {"pool.py": OLD})]
+    )
+    assert made["versions"] == ["0.9.1", "0.10.0"]
+    known: dict[str, Any] = made["files"]["pool.py"]
+    assert [*known["whole"].values()] == [["0.9.1"], ["0.10.0"]]
+    parts = known["parts"]
+    assert parts["Pool.give"]["facts"] == ["a-pool-gives", "a-pool-takes"]
+    assert [*parts["Pool.give"]["digests"].values()] == [["0.9.1"], ["0.10.0"]]
+    assert [*parts["Pool.take"]["digests"].values()] == [["0.9.1", "0.10.0"]]
+    assert parts["Pool.later"]["digests"][ABSENT] == ["0.9.1"]
+    assert len(parts["Pool.give"]["lines"]) == 2
+    # Its string reaches the margin, where lines look like the end of the function.
+    assert parts["Pool.take"]["lines"] == []
+
+
+@pytest.mark.usefixtures("two_facts")
+def test_a_name_that_no_version_has_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"no version has Pool.later in vllm/pool.py"):
+        vllm_facts.recorded([played("0.9.1", {"pool.py": OLD})])
+
+
+@pytest.mark.usefixtures("two_facts")
+def test_a_comparison_names_facts_and_shows_each_difference_once() -> None:
+    old, new = played("0.9.1", {"pool.py": OLD}), played("0.10.0", {"pool.py": NEW})
+    text = vllm_facts.report(old, new)
+    assert text.count("-        return 1\n+        return 2") == 1
+    assert text.count("## Pool.give in vllm/pool.py") == 2
+    assert "(shown above)" in text
+    assert "## Pool.take" not in text
+    assert text.endswith("way than 0.9.1: 2 of 3 functions and classes")
+    assert "2 of 2 facts" in text
+
+
+def test_the_data_file_is_written_as_the_command_writes_it() -> None:
+    assert KNOWN.read_text("utf-8") == json.dumps(known_sources(), indent=1) + "\n"
