@@ -29,7 +29,8 @@ test-vllm: $(ENGINE) $(KVSHM) ## tests/vllm; BRIEF=1: without engines, but for t
 	$(if $(BRIEF),$(PYTHON) -m pytest -rs -m "not vllm" -n $(WORKERS) tests/vllm)
 	$(PYTHON) -m pytest -rs $(if $(BRIEF),$(PAIRS),tests/vllm)
 
-# One of two engines with vLLM 0.33, one of an engine with each version.
+# Two engines of this version, and an engine of it beside one of the other.
+export OTHER_VLLM ?= $(abspath $(if $(LATER),.venv,.venv-$(lastword $(VLLMS))))
 PAIRS := tests/vllm/test_pair.py tests/vllm/test_two_minors.py
 
 test-vllm-0.33: ## the same with vLLM 0.33

@@ -6,9 +6,8 @@ import ast
 import os
 import shutil
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-
-import vllm
 
 from kvshm.hooks.vllm.admission import known_sources, minors
 
@@ -45,19 +44,26 @@ FILE, NAME = "v1/core/block_pool.py", "BlockPool.touch"
 """A function on which a fact rests."""
 
 
+def installed() -> Path:
+    """Return the folder of vLLM's package, which is not imported."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def copy_of_vllm(directory: Path, files: Iterable[str]) -> Path:
     """Copy files of vLLM, enough for kvshm to examine them; return its package's file there."""
     for file in files:
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(Path(vllm.__file__).parent / file, directory / file)
+        shutil.copyfile(installed() / file, directory / file)
     return directory / "__init__.py"
 
 
 def changed_copy(directory: Path) -> Path:
     """The same, of a vLLM in which a function that kvshm relies on does one thing more."""
     known = known_sources()["files"]
-    root = Path(vllm.__file__).parent
-    package = copy_of_vllm(directory, [file for file in known if (root / file).exists()])
+    package = copy_of_vllm(directory, [file for file in known if (installed() / file).exists()])
     text = (directory / FILE).read_text()
     (directory / FILE).write_text(with_another_statement(text, NAME))
     return package
@@ -73,3 +79,15 @@ def with_another_statement(text: str, name: str) -> str:
     last = scope.body[-1]
     lines.insert(last.end_lineno or 0, " " * last.col_offset + "kvshm_test = 1")
     return "\n".join(lines) + "\n"
+
+
+def linked_vllm(directory: Path) -> Path:
+    """Make a package of links to vLLM's files below a folder, of which a test may exchange some."""
+    package = directory / "vllm"
+    shutil.copytree(
+        installed(),
+        package,
+        copy_function=os.symlink,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    return package
