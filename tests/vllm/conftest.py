@@ -125,7 +125,7 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 @pytest.fixture
 def core_start(model: Path, engine: Make) -> Calls:
-    """What an EngineCore calls while it starts, its connector in the run directory of ``engine``."""
+    """What an EngineCore calls while it starts, in the run directory of ``engine``."""
     from .played_core import calls_of_a_start
     from .scheduling import vllm_config
 

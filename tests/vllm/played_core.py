@@ -17,8 +17,15 @@ from kvshm.hooks.vllm.connector import KvshmConnector
 
 from .scheduling import description, full
 
+NOTED = {
+    "__init__": KvshmConnector,
+    "set_xfer_handshake_metadata_pp_aware": KvshmConnector,
+    "init_none_hash": core_module,
+}
+"""What is noted of a start, in the expected order, and whose it is."""
+
 Calls = dict[str, list[Any]]
-"""The methods that a start has called, in their order, each with its callers that have an
+"""Those of NOTED that a start has called, in their order, each with its callers that have an
 executor."""
 
 ANSWERS: dict[str, Any] = {
@@ -49,8 +56,7 @@ class WithoutWorkers(UniProcExecutor):
 
 
 def calls_of_a_start(config: VllmConfig) -> Calls:
-    """Start an EngineCore and end it; return when it made the connector, handed over what the ranks
-    said, and chose the hash before the first block."""
+    """Start an EngineCore and end it."""
     calls: Calls = {}
 
     def noting(owner: Any, name: str) -> Any:
@@ -65,8 +71,7 @@ def calls_of_a_start(config: VllmConfig) -> Calls:
     with ExitStack() as patched:
         same_process = dict.fromkeys(FOR_THE_PROCESS, lambda: None)
         patched.enter_context(mock.patch.multiple(core_module, **same_process))
-        patched.enter_context(noting(KvshmConnector, "__init__"))
-        patched.enter_context(noting(KvshmConnector, "set_xfer_handshake_metadata_pp_aware"))
-        patched.enter_context(noting(core_module, "init_none_hash"))
+        for name, owner in NOTED.items():
+            patched.enter_context(noting(owner, name))
         EngineCore(config, WithoutWorkers, log_stats=False).shutdown()
     return calls
