@@ -94,7 +94,11 @@ def metrics(page: str) -> str:
 
 def facts(page: str) -> str:
     """Return the page with the facts of docs/vllm-facts.toml."""
-    parts = (f"## {title}\n\n{_table(rows, FACT_HEAD)}\n" for title, rows in vllm_facts.page())
+    heads = {vllm_facts.PUBLIC: ("fact", "what vLLM says of it", *FACT_HEAD[2:])}
+    parts = (
+        f"## {title}\n\n{_table(rows, heads.get(title, FACT_HEAD))}\n"
+        for title, rows in vllm_facts.page()
+    )
     return replaced(page, "facts", "".join(parts))
 
 

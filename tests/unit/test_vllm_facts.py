@@ -47,7 +47,7 @@ def test_a_fact_has_a_reason_tests_and_users_that_exist(fact: Fact) -> None:
         assert set(names) <= set(defined_in(file))
     assert fact.relied_on_by
     assert all((ROOT / user).exists() for user in fact.relied_on_by)
-    assert fact.sources
+    assert bool(fact.sources) != fact.is_public
 
 
 def test_each_fact_has_a_key_of_its_own() -> None:
@@ -78,6 +78,15 @@ def test_the_page_is_the_generated_one() -> None:
     page = (ROOT / "docs/vllm-facts.md").read_text("utf-8")
     generated = runpy.run_path(str(ROOT / "docs/generate.py"))["facts"](page)
     assert generated == page, "make docs"
+
+
+def test_the_page_on_versions_has_the_same_numbers() -> None:
+    private = sum(not fact.is_public for fact in FACTS)
+    sources = {source for fact in FACTS for source in fact.sources}
+    page = " ".join((ROOT / "docs/versions.md").read_text("utf-8").split())
+    assert f"relies on [{private} facts](vllm-facts.md)" in page
+    files = len({file for file, _ in sources})
+    assert f"rest on {len(sources)} functions and classes in {files} files" in page
 
 
 # -- recording and comparing

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from .cuda_workers import Make as MakeWorker
+    from .played_core import Calls
     from .scheduling import DrivenEngine, Make
 
 
@@ -120,6 +121,15 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for one in made:
         one.close()
     shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def core_start(model: Path, engine: Make) -> Calls:
+    """What an EngineCore calls while it starts, in the run directory of ``engine``."""
+    from .played_core import calls_of_a_start
+    from .scheduling import vllm_config
+
+    return calls_of_a_start(vllm_config(model))
 
 
 @pytest.fixture

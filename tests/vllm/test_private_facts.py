@@ -40,6 +40,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvshm.hooks.vllm import plugin, shutdown
 from kvshm.hooks.vllm.pool_watch import block_tables
 
+from .played_core import NOTED, Calls
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 
 
@@ -166,8 +167,8 @@ def test_a_reset_needs_all_blocks_free(engine: Make) -> None:
     assert pool(e).reset_prefix_cache() is False
 
 
-def test_the_hash_before_the_first_block_is_chosen_after_the_connectors() -> None:
-    in_order(EngineCore.__init__, "= Scheduler(", "set_xfer_handshake", "init_none_hash(")
+def test_the_hash_before_the_first_block_is_chosen_after_the_connectors(core_start: Calls) -> None:
+    assert list(core_start) == list(NOTED)
     kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
     assert len(bytes(kv_cache_utils.NONE_HASH)) == 32
 
@@ -349,9 +350,9 @@ def test_who_ends_an_engine_kills_it_and_then_cancels_who_would_tell_its_request
     in_order(AsyncLLM.shutdown, "engine_core.shutdown(", f"{shutdown.CANCEL_TOUCHPOINT}(handler)")
 
 
-def test_the_core_hands_over_what_ranks_said_and_has_the_executor() -> None:
-    used = ("self.model_executor = ", "get_kv_connector_handshake_metadata()")
-    in_order(EngineCore.__init__, *used, "kv_connector.set_xfer_handshake_metadata_pp_aware(")
+def test_the_core_hands_over_what_ranks_said_and_has_the_executor(core_start: Calls) -> None:
+    (core,) = core_start["set_xfer_handshake_metadata_pp_aware"]
+    assert isinstance(core, EngineCore)
     for executor in (UniProcExecutor, MultiprocExecutor):
         parameters = list(inspect.signature(executor.collective_rpc).parameters)
         assert " ".join(parameters[1:4]) == "method timeout args"

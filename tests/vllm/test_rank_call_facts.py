@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import cloudpickle
 import pytest
 
 pytest.importorskip("vllm")
@@ -35,11 +38,34 @@ def test_calls_of_the_ranks_pass_the_executor() -> None:
     in_order(MultiprocExecutor.collective_rpc, "self.rpc_broadcast_mq.enqueue(", "if non_block")
     in_order(FutureWrapper.result, "self.futures_queue.pop()", "_wait_for_response()")
     in_order(UniProcExecutor.collective_rpc, "run_method(self.driver_worker, method, args, kwargs)")
-    in_order(WorkerProc.worker_busy_loop, "while True", "_execute_worker_rpc(", "dequeue(")
+
+
+def test_a_rank_ends_a_call_before_it_takes_the_next() -> None:
+    """So ranks run calls in the order in which they were sent."""
+    rank, happened = object.__new__(WorkerProc), []
+    calls = [
+        ("sleep", (1,), {}, None),
+        (cloudpickle.dumps(lambda worker: worker.wake_up()), (), {}, None),
+    ]
+
+    def dequeue(**_: Any) -> Any:
+        happened.append("taken")
+        return calls.pop(0)  # an IndexError ends the loop
+
+    rank.rpc_broadcast_mq = SimpleNamespace(dequeue=dequeue)
+    rank.worker = SimpleNamespace(
+        sleep=lambda level: happened.append(f"slept {level}"),
+        wake_up=lambda: happened.append("woke"),
+    )
+    rank.handle_output = lambda output: happened.append(output)
+    with pytest.raises(IndexError):
+        rank.worker_busy_loop()
+    assert happened == ["taken", "slept 1", None, "taken", "woke", None, "taken"]
 
 
 STARTING = {
-    "adjust_rank", "compile_or_warm_up_model", "determine_available_memory", "init_device",
+    "adjust_rank", "compile_or_warm_up_model", "determine_available_memory",
+    "get_simple_cpu_offload_num_cpu_blocks", "init_device",
     "init_worker", "initialize_from_config", "load_model", "set_kv_cache_layout",
     "update_environment_variables", "update_max_model_len",
 }  # fmt: skip
