@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from local_node import free_port
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -111,6 +112,13 @@ def config_of(model: Path, other: str, ours_first: bool, **policy: Any) -> VllmC
 
 
 MakeBeside = Callable[..., BesideEngine]
+
+
+@pytest.fixture(autouse=True)
+def nixl_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL's connector listens on a port that is the same for every engine unless told otherwise;
+    tests run side by side."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
 
 
 @pytest.fixture

@@ -292,9 +292,8 @@ def some_fields(directory: Path) -> Fields:
 def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
     """Nothing in them depends on addresses, on hash seeds or on the order of sets."""
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
-        "from tiny_config import cache_config, engine_config, spec\n"
+        "from tests.vllm.tiny_config import cache_config, engine_config, spec\n"
         "from kvshm.hooks.vllm.identity import scheduler_fields\n"
         "Fields = dict\n"
         f"{inspect.getsource(some_fields)}\n"
@@ -302,7 +301,10 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
-    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        command, env=environ, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1] == str(some_fields(tmp_path / "m"))
 
 
