@@ -244,10 +244,14 @@ def main(arguments: list[str]) -> None:
     record = commands.add_parser("record", help="write the digests of the tested versions")
     record.add_argument("vllm", type=Path, nargs="+")
     args = parser.parse_args(arguments)
-    if args.command == "compare":
-        print(report(vllm_at(args.old), vllm_at(args.new)))
-    else:
-        KNOWN.write_text(json.dumps(recorded(map(vllm_at, args.vllm)), indent=1) + "\n", "utf-8")
+    try:
+        if args.command == "compare":
+            print(report(vllm_at(args.old), vllm_at(args.new)))
+        else:
+            known = recorded(map(vllm_at, args.vllm))
+            KNOWN.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+    except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile) as exc:
+        sys.exit(f"vllm_facts: {exc}")
 
 
 if __name__ == "__main__":

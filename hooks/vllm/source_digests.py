@@ -195,7 +195,7 @@ def _parse_one(text: str, indent: str) -> Definition | None:
     try:
         # Not dedented: that would change strings of several lines.
         body = ast.parse(f"if 1:\n{text}" if indent else text).body
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # not these lines alone, or a NUL byte
         return None
     if indent and isinstance(body[0], ast.If):
         body = body[0].body

@@ -51,6 +51,7 @@ def test_wheel_holds_every_module_and_no_c_source(names: set[str]) -> None:
         expected |= {f"kvshm/{path.relative_to(ROOT).as_posix()}" for path in files}
     assert {name for name in names if name.endswith(".py")} == expected
     assert {"kvshm/py.typed", "kvshm/_native.abi3.so", "kvshm/_native.pyi"} <= names
+    assert "kvshm/hooks/vllm/known_sources.json" in names
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
 

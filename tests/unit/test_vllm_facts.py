@@ -173,5 +173,27 @@ def test_a_comparison_names_facts_and_shows_each_difference_once() -> None:
     assert "2 of 2 facts" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("vllm-0.34.0.tar.gz", None, "No such file"),
+        ("vllm-0.34.0.tar.gz", b"no archive", "could not be opened"),
+        ("vllm-0.34.0-py3.whl", b"no archive", "not a zip file"),
+        ("vllm.tar.gz", b"", "is not the name of a vLLM with its version"),
+        ("empty", "folder", "there is no vLLM in "),
+    ],
+)
+def test_what_is_no_vllm_is_named(
+    tmp_path: Path, name: str, content: bytes | str | None, said: str
+) -> None:
+    place = tmp_path / name
+    if isinstance(content, bytes):
+        place.write_bytes(content)
+    elif content is not None:
+        place.mkdir()
+    with pytest.raises(SystemExit, match=f"vllm_facts: .*{said}"):
+        vllm_facts.main(["compare", str(place), str(place)])
+
+
 def test_the_data_file_is_written_as_the_command_writes_it() -> None:
     assert KNOWN.read_text("utf-8") == json.dumps(known_sources(), indent=1) + "\n"

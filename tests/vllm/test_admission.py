@@ -26,14 +26,17 @@ from kvshm.hooks.vllm.admission import (
 )
 from kvshm.hooks.vllm.source_digests import Source
 
-from .odd_vllm import TOO_OLD, UNTESTED, copy_of_vllm, dotted, with_another_statement
+from .conftest import Lines
+from .odd_vllm import FILE, TOO_OLD, UNTESTED, copy_of_vllm, dotted, with_another_statement
 
 ROOT = Path(vllm.__file__).parent
 KNOWN: Mapping[str, Any] = known_sources()["files"]
 TESTED: list[str] = known_sources()["versions"]
 FILES = [file for file in KNOWN if (ROOT / file).exists()]
-DIFFERENT = Difference("v1/core/block_pool.py", "BlockPool.touch", ("a-fact", "another"))
-GONE = Difference("v1/core/block_pool.py", "", ("a-fact",))
+DIFFERENT = Difference(FILE, "BlockPool.touch", ("a-fact", "another"))
+GONE = Difference(FILE, "", ("a-fact",))
+EXACT = [tuple(map(int, version.split("."))) for version in TESTED]
+UNSEEN = (logging.INFO, "is not among the tested")
 
 
 def parsed_only() -> dict[str, Any]:
@@ -94,22 +97,22 @@ def test_a_cut_is_never_wrong(file: str) -> None:
 
 
 def test_a_function_that_is_gone_is_noticed(copied: Path) -> None:
-    file = "v1/core/block_pool.py"
-    text = (ROOT / file).read_text()
-    name = next(n for n in own_parts(file) if "." in n)
+    text = (ROOT / FILE).read_text()
+    name = next(n for n in own_parts(FILE) if "." in n)
     assert Source(text).definition(name) in text
-    (copied / file).write_text(text.replace(Source(text).definition(name), ""))
+    (copied / FILE).write_text(text.replace(Source(text).definition(name), ""))
     assert name in [one.name for one in examine(copied, KNOWN).different]
 
 
-@pytest.mark.parametrize("content", ["", "def f(:", "\0", None])
+@pytest.mark.parametrize(
+    "content", ["", "def f(:", "\0", "class BlockPool:\n    def touch(self):\n        0\0", None]
+)
 def test_a_damaged_or_missing_file_differs(copied: Path, content: str | None) -> None:
-    file = "v1/core/block_pool.py"
-    (copied / file).unlink()
+    (copied / FILE).unlink()
     if content is not None:
-        (copied / file).write_text(content)
+        (copied / FILE).write_text(content)
     found = examine(copied, KNOWN)
-    assert {one.file for one in found.different} == {file}
+    assert {one.file for one in found.different} == {FILE}
     assert (found.different[0].name == "") == (content is None)
     assert not found.unreadable
 
@@ -118,10 +121,9 @@ def test_a_damaged_or_missing_file_differs(copied: Path, content: str | None) ->
     "compiled", ["block_pool.cpython-311-x86_64-linux-gnu.so", "block_pool.pyc"]
 )
 def test_what_is_compiled_cannot_be_read(copied: Path, compiled: str) -> None:
-    file = "v1/core/block_pool.py"
-    (copied / file).unlink()
+    (copied / FILE).unlink()
     (copied / "v1" / "core" / compiled).touch()
-    assert examine(copied, KNOWN) == Examined(unreadable=(file,))
+    assert examine(copied, KNOWN) == Examined(unreadable=(FILE,))
 
 
 def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
@@ -135,8 +137,10 @@ def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
     ("version", "found", "refusal", "notice"),
     [
         # as tested
-        *(((*minor, 7), Examined(), None, None) for minor in minors(TESTED)),
-        (UNTESTED, Examined(), None, (logging.INFO, "is not among the tested")),
+        *((exact, Examined(), None, None) for exact in EXACT),
+        ((*EXACT[0], "cpu"), Examined(), None, None),
+        *(((*minor, 7), Examined(), None, UNSEEN) for minor in minors(TESTED)),
+        (UNTESTED, Examined(), None, UNSEEN),
         ((*UNTESTED[:2], "0rc1"), Examined(), None, (logging.INFO, "but all that kvshm relies on")),
         ((0, 0, "dev"), Examined(), None, (logging.INFO, "vLLM 0.0.dev is not among")),
         # changed
@@ -146,7 +150,13 @@ def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
         ),
         (UNTESTED, Examined((GONE,)), "vllm/v1/core/block_pool.py, which is missing (fact", None),
         # not all there
-        ((*minors(TESTED)[-1], 0), Examined((GONE,)), "is incomplete, without vllm/v1/core", None),
+        (EXACT[-1], Examined((GONE,)), "is incomplete, without vllm/v1/core", None),
+        (
+            (*minors(TESTED)[-1], 7),
+            Examined((GONE,)),
+            "block_pool.py, which is missing (fact",
+            None,
+        ),
         # without source
         (
             (*minors(TESTED)[0], 0),
@@ -181,7 +191,6 @@ def test_what_follows(
 
 def test_who_may_share_all_the_same() -> None:
     """Not on a vLLM that is too old for kvshm's code, or that is not all there."""
-    minor = minors(TESTED)[-1]
     for version, found in ((UNTESTED, Examined((DIFFERENT,))), (UNTESTED, Examined((), ("a.py",)))):
         refused, allowed = (decide(version, found, TESTED, way) for way in (False, True))
         assert "KVSHM_UNTESTED=1 shares all the same, and answers may be wrong" in str(
@@ -191,7 +200,7 @@ def test_who_may_share_all_the_same() -> None:
         assert allowed.notice is not None
         assert allowed.notice.level == logging.WARNING
         assert "answers may be wrong" in allowed.notice.text
-    for version, found in ((TOO_OLD, Examined()), ((*minor, 0), Examined((GONE,)))):
+    for version, found in ((TOO_OLD, Examined()), (EXACT[-1], Examined((GONE,)))):
         assert decide(version, found, TESTED, True) == decide(version, found, TESTED, False)
         assert "KVSHM_UNTESTED" not in str(decide(version, found, TESTED, True).refusal)
 
@@ -205,7 +214,7 @@ def test_a_line_names_some_of_many_differences() -> None:
 
 @pytest.mark.parametrize("file", [None, "not json"])
 def test_a_kvshm_that_is_incomplete_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines, file: str | None
 ) -> None:
     broken = tmp_path / "known.json"
     if file is not None:
@@ -215,6 +224,7 @@ def test_a_kvshm_that_is_incomplete_refuses(
     known_sources.cache_clear()
     try:
         assert "this vLLM cannot be compared: " in str(admit(False).refusal)
+        assert "vLLM's source cannot be compared" in lines[-1]
     finally:
         known_sources.cache_clear()
 
