@@ -1,6 +1,6 @@
 """Cut what a GPU machine lacks for real vLLM engines into parts that are small enough to carry.
 
-    python benchmarks/gpu_vllm_bundle.py --kvshm dist/kvshm-*.whl [--part-mib 56]
+    python benchmarks/gpu_vllm_bundle.py --kvshm dist/kvshm-*.whl [--part-mib 57]
 
 vLLM's CUDA wheel has 326 MB, mostly kernels that a dense model on a Hopper GPU does not run.  The
 bundle has vLLM's Python, the compiled libraries without which it does not start, the packages of
@@ -203,7 +203,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=Path("dist/gpu-vllm-wheel"))
     parser.add_argument("--python-version", default="3.12", help="of the GPU machine")
     parser.add_argument(
-        "--part-mib", type=float, default=56, help="MiB of a part at most; a transfer often has "
+        "--part-mib", type=float, default=57, help="MiB of a part at most; a transfer often has "
         "room for 64, of which the tree takes some",
     )  # fmt: skip
     return parser.parse_args()

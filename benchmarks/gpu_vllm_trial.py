@@ -12,11 +12,13 @@ import os
 import tempfile
 from pathlib import Path
 
+from local_node import offline, sampler
+
 TOKENS = 8
 
 
 def main() -> None:
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "KVSHM_ENABLE": "0"}
+    os.environ |= {**offline(), **sampler(), "KVSHM_ENABLE": "0"}
     import torch
     import vllm
     import vllm._C_stable_libtorch

@@ -9,6 +9,7 @@ on this side, so that measuring costs nothing where the engines run.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -91,6 +92,13 @@ def offline() -> dict[str, str]:
     return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+def sampler() -> dict[str, str]:
+    """Return what a vLLM for GPUs needs where FlashInfer is missing: it imports FlashInfer to find
+    out whether it can sample by it."""
+    missing = importlib.util.find_spec("flashinfer") is None
+    return {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if missing else {}
+
+
 def machine(core: int) -> dict[str, str]:
     """Return what vLLM has to know of this machine for an engine bound to one core."""
     bound = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
@@ -124,7 +132,7 @@ class Engine:
         """Sent with every request."""
         self.port = free_port()
         self.log_path = log_path
-        here = offline() if spec.cache_bytes else machine(spec.core)
+        here = {**offline(), **sampler()} if spec.cache_bytes else machine(spec.core)
         server = {**here, "VLLM_SERVER_DEV_MODE": "1"}
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(

@@ -44,6 +44,10 @@ bool is_memory(CUdeviceptr address, size_t bytes) {
     return true;
 }
 
+bool is_device_memory(CUdeviceptr address, size_t bytes) {
+    return is_memory(address, bytes) && area_at(address)->kind != HOST;
+}
+
 static struct area *new_area(enum kind kind, CUdeviceptr base, size_t bytes, int fd) {
     static unsigned serial;
     struct area *a = areas;

@@ -34,6 +34,7 @@ int current_device(void);
 
 /* Whether all of [address, address + bytes) is memory of this process that was handed out. */
 bool is_memory(CUdeviceptr address, size_t bytes);
+bool is_device_memory(CUdeviceptr address, size_t bytes);
 
 /* Run what can run of a stream's queue; whether all of it ran.  Under played_lock. */
 bool advance(CUstream stream);

@@ -38,10 +38,11 @@ static struct event *event_of(CUevent handle) { return (struct event *)handle; }
 
 static bool run_kernel(const struct work *work) {
     const struct arguments *a = &work->launch;
-    if (!is_memory(a->stop, 4) || !is_memory(a->table, (size_t)a->regions * 40)
-        || !is_memory(a->ids, (size_t)a->pairs * 16))
+    /* A GPU could read these in host memory, too, but each program would wait for it in turn. */
+    if (!is_device_memory(a->stop, 4) || !is_device_memory(a->table, (size_t)a->regions * 40)
+        || !is_device_memory(a->ids, (size_t)a->pairs * 16))
         return false;
-    if (*(volatile int32_t *)a->stop) return true;
+    if (*(int32_t *)a->stop) return true;
     const int64_t *table = (const int64_t *)a->table, *ids = (const int64_t *)a->ids;
     long tiles = (long)a->pairs * a->regions * a->chunks;
     for (long tile = 0; tile < tiles; tile++) {

@@ -222,9 +222,9 @@ def submit(
         return
     ids = driver.allocate(len(sources) * 16)
     write(driver, ids, (one + other).tobytes(), stream)
-    stop = driver.host_allocate(4)
-    ctypes.memset(stop.address, int(stopped), 4)
-    driver.copy_kernel(table, ids, stop.address, len(sources), stream, 3)
+    stop = driver.allocate(4)
+    write(driver, stop, int(stopped).to_bytes(4, "little"), stream)
+    driver.copy_kernel(table, ids, stop, len(sources), stream, 3)
 
 
 def test_a_kernel_that_was_stopped_before_it_began_does_nothing(driver: Driver) -> None:

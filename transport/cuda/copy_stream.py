@@ -35,7 +35,7 @@ PROGRAMS = 64
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
-"""Offset of the ids in a copy's host memory: the stop word before them has its own cache line."""
+"""Offset of the ids in a copy's memory; its stop word stands before them."""
 _PREPARED = 3
 _PREPARED_PAIRS = 8192
 """Copies that may be under way at a time, and pairs of each, before a copy has to allocate."""
@@ -63,7 +63,8 @@ class _CopyBuffers:
             undone.callback(driver.free_event, self.event)
             self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
             undone.callback(driver.host_free, self.host)
-            self.ids = driver.allocate(2 * pairs * ID_BYTES)
+            self.device = driver.allocate(_IDS_AT + 2 * pairs * ID_BYTES)
+            """The same as ``host``, from the moment when the copy begins on the GPU."""
             undone.pop_all()
 
     def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
@@ -84,7 +85,7 @@ class _CopyBuffers:
         """Each of them, even if another one cannot be freed."""
         with ExitStack() as parts:
             parts.callback(driver.host_free, self.host)
-            parts.callback(driver.free, self.ids)
+            parts.callback(driver.free, self.device)
             parts.callback(driver.free_event, self.event)
 
 
@@ -221,9 +222,10 @@ class CopyStream:
             ids = host.view[_IDS_AT:]
             driver.copy_batch(table, ids[:half], ids[half : 2 * half], stream)
         else:
-            driver.copy(buffers.ids, host.address + _IDS_AT, 2 * half, stream)
-            programs = self._programs
-            driver.copy_kernel(table, buffers.ids, host.address, len(source), stream, programs)
+            stop, ids = buffers.device, buffers.device + _IDS_AT
+            # With the stop word: each program would wait for host memory, one after the other.
+            driver.copy(stop, host.address, _IDS_AT + 2 * half, stream)
+            driver.copy_kernel(table, ids, stop, len(source), stream, self._programs)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         with self._lock:
@@ -278,7 +280,7 @@ class CopyStream:
         call()
 
     def cancel(self, copy: CudaCopy) -> None:
-        """A kernel that has not begun will copy nothing; a running kernel continues."""
+        """A copy that has not begun on the GPU will copy nothing; one that has continues."""
         self.finish_ended()
         with self._lock:
             if copy.state is CopyState.PENDING:

@@ -194,8 +194,8 @@ class Driver(Protocol):
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        """Copy all fragments by one launch of the kernel (kernel.py).  ``ids`` lies in device
-        memory, ``stop`` in host memory."""
+        """Copy all fragments by one launch of the kernel (kernel.py).  ``ids`` and
+        ``stop`` lie in device memory."""
 
     def prepare_kernel(self, table: RegionTable) -> None:
         """Compile and load the kernel for this table.  May take a second."""

@@ -7,7 +7,7 @@ of 64 regions sends 8 KB of ids and no pointer per fragment::
     table    int64[regions][5]: source address, target address, source stride, target stride,
              bytes per block
     ids      int64[2][pairs]: source blocks, then target blocks
-    stop     int32, in host memory: a program that finds it set copies nothing
+    stop     int32: if it is set, nothing is copied
 
 One *tile* is up to ``TILE`` words of one fragment.  A few programs go through all tiles, so that
 a model that runs at the same time keeps its multiprocessors.
@@ -42,7 +42,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def, unused-ignore]
     word_bytes = 8 if WORD >= 8 else WORD
     table_words = table.to(tl.pointer_type(tl.int64))
     id_words = ids.to(tl.pointer_type(tl.int64))
-    stopped = tl.load(stop.to(tl.pointer_type(tl.int32)), volatile=True)
+    stopped = tl.load(stop.to(tl.pointer_type(tl.int32)))
     tiles = pairs * regions * chunks
     tiles = tl.where(stopped == 0, tiles, 0)
     lanes = tl.arange(0, TILE)
