@@ -40,7 +40,8 @@ class Source:
         """Return the digest of each definition, parsing all of the text; None if there is none.
 
         A name that is defined several times, for instance in both branches of an ``if``, has one
-        digest of all its definitions.  Raises SyntaxError, and ValueError for a NUL byte.
+        digest of all its definitions.  Raises SyntaxError, and for a NUL byte ValueError up to
+        Python 3.11.3.
         """
         tree = ast.parse(self._text)
         return {name: _digest(found) if (found := _find(tree, name)) else None for name in names}
@@ -195,7 +196,7 @@ def _parse_one(text: str, indent: str) -> Definition | None:
     try:
         # Not dedented: that would change strings of several lines.
         body = ast.parse(f"if 1:\n{text}" if indent else text).body
-    except (SyntaxError, ValueError):  # not these lines alone, or a NUL byte
+    except (SyntaxError, ValueError):  # not these lines alone; a NUL byte, to Python 3.11.3
         return None
     if indent and isinstance(body[0], ast.If):
         body = body[0].body

@@ -46,6 +46,7 @@ FOLDERS = {
         "test_gpu_mps.py": "looks at the tree: benchmarks/",
         "test_gpu_vllm_parts.py": "looks at the tree: benchmarks/",
         "test_gpu_vllm_runs.py": "looks at the tree: benchmarks/",
+        "test_vllm_facts.py": "looks at the tree: docs/vllm-facts.toml, and what it names",
         "test_native.py::test_the_core_knows_no_python": "looks at the C sources",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
         "test_layout_docs.py": "compares a page and a C header with the layout",
