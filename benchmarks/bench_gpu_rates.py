@@ -30,9 +30,9 @@ from measurement import percentiles, report
 from kvshm.interfaces import CopyState
 
 FRAGMENTS = sized((16 << 10, 64 << 10, 256 << 10, 1 << 20), (16 << 10, 64 << 10))
-PROGRAMS = {64: FRAGMENTS, 16: FRAGMENTS[:2], 128: FRAGMENTS[:2]}
-"""And the fragments that each copies; 64 is what the transport uses.  All would not fit the time of
-a step of the suite."""
+PROGRAMS = {264: FRAGMENTS, 64: FRAGMENTS[:2], 132: FRAGMENTS[:2]}
+"""And the fragments that each copies; 264 is what the transport uses on an H100 and an H200.  All
+would not fit the time of a step of the suite."""
 BYTES = sized(1 << 28, 1 << 22)
 LAYERS = 8
 EXPORTER_SEED = 1

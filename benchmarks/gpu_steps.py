@@ -45,7 +45,8 @@ PARTS: dict[str, tuple[Step, ...]] = {
         _tests("roundtrip", 70, "tests/gpu/test_roundtrip.py"),
         _tests(
             "driver", 80, "tests/unit/test_cuda_driver.py", "tests/unit/test_cuda_kernel.py",
-            "-k", "not played",
+            # The kernel itself runs here, and triton's interpreter not with every numpy.
+            "-k", "not played and not interpreted",
         ),
         _tests("conformance", 135, "tests/conformance", "-k", "cuda and not played"),
         _tests("bytes", 160, "tests/gpu/test_bytes.py"),

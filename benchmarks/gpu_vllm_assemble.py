@@ -12,6 +12,7 @@ there is a GPU one engine answers with 8 tokens.  What is complete already is on
 from __future__ import annotations
 
 import argparse
+import compileall
 import ctypes
 import importlib.util
 import os
@@ -59,6 +60,8 @@ def put_together(folder: Path, target: Path) -> None:
     refuse(list(misfits(manifest.made_for)))
     assemble(folder, manifest, target)
     take_native_module(target)
+    # Else the first engines wait half a minute for it; what cannot be compiled is not needed.
+    compileall.compile_dir(target, quiet=2, workers=0)
 
 
 def refuse(reasons: list[str]) -> None:

@@ -308,16 +308,14 @@ class Node:
         return self.coordinator.wait(STOP_TIMEOUT_S)
 
     def start_engines(self, *specs: EngineSpec) -> list[Engine]:
-        """Start the engines and wait until all of them serve: side by side, but one after the other
-        where they have a GPU, whose free memory each of them measures."""
+        """Start the engines side by side and wait until all of them serve.  Those on a GPU are told
+        their cache's bytes, so none measures free memory that another one is taking."""
         started = []
         for spec in specs:
             log_path = self.run_dir / f"{spec.name}.log"
             started.append(Engine(spec, self.environment, log_path))
             self.engines.append(started[-1])
             self.on_start(started[-1].process.pid)
-            if spec.cache_bytes:
-                started[-1].wait_ready()
         for engine in started:
             engine.wait_ready()
         return started

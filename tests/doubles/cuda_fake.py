@@ -91,6 +91,7 @@ class FakeDriver:
         self.machine = machine
         self.process = secrets.token_hex(8)
         self.uuid = gpu
+        self.multiprocessors = 4
         self.visible = visible
         self.mapped: dict[int, _Mapping] = {}
         self.compute = FakeStream()

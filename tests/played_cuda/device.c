@@ -41,10 +41,12 @@ EXPORTED CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
 
 EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice device) {
     WANT(device >= 0 && device < DEVICES);
-    WANT(which == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-         || which == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-    *value = which == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 9 : 0;
-    return CUDA_SUCCESS;
+    switch (which) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = 0; return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 3; return CUDA_SUCCESS;
+    default: return CUDA_ERROR_INVALID_VALUE;
+    }
 }
 
 EXPORTED CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {

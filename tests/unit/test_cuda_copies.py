@@ -178,6 +178,21 @@ def test_a_driver_without_batched_copies_leaves_the_kernel(
     assert copied(attachment) is CopyState.DONE
 
 
+def test_the_kernel_has_two_programs_for_each_multiprocessor_of_the_gpu(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = node.machine.process("gpu-0", ())
+    driver.multiprocessors = 7
+    two = node.rank(driver=driver)
+    launch, programs = driver.copy_kernel, []
+    monkeypatch.setattr(
+        driver, "copy_kernel", lambda *given: programs.append(given[-1]) or launch(*given)
+    )
+    attachment = two.transport.attach(wire(node.rank().transport.export(EPOCH)))
+    assert copied(attachment) is CopyState.DONE
+    assert set(programs) == {14}
+
+
 def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,13 +75,13 @@ def answer(program: str, arguments: object, tmp_path: Path, **environment: str) 
     ("word", "nbytes", "gap"),
     [(16, 64, 0), (16, 48, 32), (16, 40960, 16), (4, 36, 8), (1, 63, 7)],
 )
-def test_exactly_the_named_fragments_are_copied(
+def test_exactly_the_named_fragments_are_copied_when_interpreted(
     word: int, nbytes: int, gap: int, tmp_path: Path
 ) -> None:
     assert answer(INTERPRETED, [word, nbytes, gap, 3, 0], tmp_path, TRITON_INTERPRET="1") is True
 
 
-def test_a_stopped_kernel_writes_nothing(tmp_path: Path) -> None:
+def test_a_stopped_kernel_writes_nothing_when_interpreted(tmp_path: Path) -> None:
     assert answer(INTERPRETED, [16, 64, 0, 3, 1], tmp_path, TRITON_INTERPRET="1") is True
 
 

@@ -60,6 +60,16 @@ def test_bindings_that_keep_pythons_lock_are_refused_by_name(
         nvidia.NvidiaDriver(0)
 
 
+def test_a_handle_of_a_process_with_the_same_pid_is_refused_with_the_remedy(
+    request: pytest.FixtureRequest,
+) -> None:
+    """In another PID namespace; here, of this very process, which CUDA tells by its PID as well."""
+    driver = played_driver(request)
+    handle = driver.ipc_handle(driver.allocate_shared(1 << 21))
+    with pytest.raises(CudaError, match=rf"PID \({os.getpid()}\) in another PID namespace; give"):
+        driver.ipc_open(handle, "")
+
+
 def test_the_error_that_ended_a_mapping_is_the_one_that_is_reported(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

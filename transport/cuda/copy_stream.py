@@ -30,8 +30,10 @@ from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 
 _log = logger(__name__)
 
-PROGRAMS = 64
-"""Default number of programs of the kernel."""
+PROGRAMS_EACH = 2
+"""Programs of the kernel per multiprocessor of the GPU.  On an H100 one each copied fragments of 64
+KiB at 81 % of a contiguous copy's rate, two at 87 %, four no faster; beside a model that decodes,
+two took the least time from its steps for each byte copied (docs/gpu.md)."""
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
@@ -136,13 +138,14 @@ class CopyStream:
     """The copy stream of one cache.  Any thread.  Waits for the GPU with its lock held only where a
     copy could not be begun."""
 
-    def __init__(self, driver: Driver, compute: Stream, programs: int = PROGRAMS) -> None:
+    def __init__(self, driver: Driver, compute: Stream, programs: int = 0) -> None:
+        """``programs`` of the kernel; 0: as many as the GPU is meant to have."""
         self._driver = driver
         self.compute = compute
         """The model's stream; the owner changes it when the model runs on another one."""
         self._waiter = JobThread("kvshm-copies", driver.enter_thread)
         """Waits for one event after the other: copies on one stream end in order."""
-        self._programs = programs
+        self._programs = programs or PROGRAMS_EACH * driver.multiprocessors
         self._log_limit = RateLimit(time.monotonic)
         self._lock = threading.Lock()
         self._free: list[_CopyBuffers] = []
@@ -222,10 +225,10 @@ class CopyStream:
             ids = host.view[_IDS_AT:]
             driver.copy_batch(table, ids[:half], ids[half : 2 * half], stream)
         else:
-            stop, ids = buffers.device, buffers.device + _IDS_AT
+            stop = buffers.device
             # With the stop word: each program would wait for host memory, one after the other.
             driver.copy(stop, host.address, _IDS_AT + 2 * half, stream)
-            driver.copy_kernel(table, ids, stop, len(source), stream, self._programs)
+            driver.copy_kernel(table, stop + _IDS_AT, stop, len(source), stream, self._programs)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         with self._lock:

@@ -97,6 +97,8 @@ class Driver(Protocol):
     """Name of the device, equal in all processes of the machine, whichever devices they see."""
     process: str
     """A unique name of this process."""
+    multiprocessors: int
+    """How many the device has."""
 
     def enter_thread(self) -> None:
         """Make the device's context current on the calling thread, for good: for threads of

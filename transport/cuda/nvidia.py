@@ -9,6 +9,7 @@ addresses.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 import uuid
@@ -44,6 +45,11 @@ _NON_BLOCKING = 1
 _SHARED_STEP = 2 << 20
 _POOL_KEEPS_BYTES = 8 << 20
 """What a pool keeps when nobody uses it: more than the tables and ids of copies take."""
+_INVALID_CONTEXT = cu.CUresult.CUDA_ERROR_INVALID_CONTEXT.name
+_EQUAL_PIDS = (
+    "CUDA says so where the exporter has the importer's PID ({}) in another PID namespace; give "
+    "both engines one PID namespace (docs/gpu.md)"
+)
 _no_change = nullcontext()
 _pools: dict[int, tuple[Any, int]] = {}
 """Memory pools, each with the stream of its allocations, by GPU: one of each for a process."""
@@ -60,6 +66,8 @@ class NvidiaDriver:
         self.process = _PROCESS
         self._device = _call(cu.cuDeviceGet, ordinal)
         self.uuid = self._uuid_of(self._device)
+        asked = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        self.multiprocessors = int(_call(cu.cuDeviceGetAttribute, asked, self._device))
         self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
         self._context_number = int(self._context)
         self._launcher = Launcher(self._device)
@@ -177,7 +185,13 @@ class NvidiaDriver:
         ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
         flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with self.in_context(self._context_of(device)):
-            return int(_call(cu.cuIpcOpenMemHandle, opened, int(flags)))
+            try:
+                return int(_call(cu.cuIpcOpenMemHandle, opened, int(flags)))
+            except CudaError as exc:
+                if exc.code != _INVALID_CONTEXT:
+                    raise
+                # The driver takes the handle for one of this process's own, which it opens never.
+                raise CudaError(exc.call, f"{exc.code}: {_EQUAL_PIDS.format(os.getpid())}") from exc
 
     def ipc_close(self, address: int, device: str) -> None:
         with self.in_context(self._context_of(device)):

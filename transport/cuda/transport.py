@@ -31,7 +31,7 @@ from ..own_cache import OwnCache
 from ..regions import check_blocks
 from .attachment import CudaAttachment
 from .checksum import block_checksums
-from .copy_stream import PROGRAMS, CopyStream, LaunchedWork
+from .copy_stream import CopyStream, LaunchedWork
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
 from .export import FABRIC, FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
 from .mappings import PeerMapping, PeerMappings
@@ -64,14 +64,14 @@ class CudaIpcTransport(OwnCache):
         fault: str | None = None,
         *,
         staging: bool = False,
-        programs: int = PROGRAMS,
+        programs: int = 0,
         driver: Driver | None = None,
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
 
         ``socket_path``: the socket that hands out VMM memory.  ``staging``: copy through host
         memory between GPUs that cannot reach each other, instead of leaving them unshared.
-        ``programs``: number of programs of the copy kernel.  ``driver``: by default that of
+        ``programs``: of the copy kernel; 0: two per multiprocessor.  ``driver``: by default that of
         torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
         self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
