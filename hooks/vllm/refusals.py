@@ -114,6 +114,9 @@ _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "another program launched the workers (--distributed-executor-backend external_launcher)": (
         lambda c: c.parallel_config.distributed_executor_backend == "external_launcher"
     ),
+    "what a failed rank has reported is counted in a later step (--enable-fault-tolerance)": (
+        lambda c: c.parallel_config.enable_fault_tolerance
+    ),
     "prefill context parallelism divides prefixes over ranks "
     "(--prefill-context-parallel-size)": lambda c: (
         c.parallel_config.prefill_context_parallel_size > 1

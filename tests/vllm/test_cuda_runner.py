@@ -89,11 +89,15 @@ class InProcessEngine:
             self.runner.pre_forward(sent.output)
             self.launch_forward(sent.output)
             self.runner.finish_forward()
-            output = self.runner.post_forward(sent.output.finished_req_ids)
+            output = self.report(sent.output)
         else:
             output = self.runner.no_forward(sent.output).kv_connector_output
         self.under_way.append((sent, output))
         return sent
+
+    def report(self, output: Any) -> Any:
+        """What the connector's worker has to say of a launched step."""
+        return self.runner.post_forward(output.finished_req_ids)
 
     def launch_forward(self, output: Any) -> None:
         """Put on the model's stream: every block of a prompt that the step computes is filled
@@ -111,12 +115,16 @@ class InProcessEngine:
                     self._write(block, value_of(tokens, index))
 
     def _write(self, block: int, value: int) -> None:
-        for cache in self.caches.values():
-            target = cache[block]
-            nbytes = target.numel() * target.element_size()
-            source = self.driver.make(nbytes)
-            self.driver.bytes_at(source, nbytes)[:] = bytes([value]) * nbytes
-            self.driver.copy(target.data_ptr(), source, nbytes, self.driver.compute_stream())
+        for layer in self.caches:
+            self.write_into(layer, block, value)
+
+    def write_into(self, layer: str, block: int, value: int) -> None:
+        """Put on the model's stream: a block of one layer is filled with a byte."""
+        target = self.caches[layer][block]
+        nbytes = target.numel() * target.element_size()
+        source = self.driver.make(nbytes)
+        self.driver.bytes_at(source, nbytes)[:] = bytes([value]) * nbytes
+        self.driver.copy(target.data_ptr(), source, nbytes, self.driver.compute_stream())
 
     def take_output(self) -> None:
         """The oldest step's output: the host waits for its tokens, so for its forward pass."""
@@ -160,9 +168,12 @@ def value_of(tokens: list[int], index: int) -> int:
 
 
 @pytest.fixture
-def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProcessEngine]]:
+def pair(
+    request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[InProcessEngine]]:
     """Two engines that get to know each other from a coordinator, and wait for each other however
-    slow the machine is."""
+    slow the machine is.  Parametrized by their kind, and arguments of theirs besides."""
+    kind, arguments = getattr(request, "param", (InProcessEngine, {}))
     machine = FakeMachine()
     for module, limit in WAITS:
         monkeypatch.setattr(module, limit, 100.0)
@@ -180,7 +191,7 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
         for _ in range(2):
             driver = machine.process()
             monkeypatch.setattr(cuda_transport, "current_driver", lambda driver=driver: driver)
-            made.append(InProcessEngine(vllm_config(model), driver))
+            made.append(kind(vllm_config(model, **arguments), driver))
             stack.callback(made[-1].close)
         for engine in made:
             engine.until(lambda engine=engine: engine.cache.table is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -32,6 +34,7 @@ from kvshm.hooks.vllm.groups import STATE
 from kvshm.hooks.vllm.plugin import touchpoint_refusal
 from kvshm.hooks.vllm.refusals import cache_refusal, config_refusal, layers_refusal
 
+from .scheduling import BLOCK_SIZE, Make, prompt
 from .tiny_config import GEMMA, MAMBA, cache_config, engine_config, spec
 
 MISTRAL = {
@@ -82,6 +85,12 @@ def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> N
             "external_launcher",
         ),
         ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ("parallel_config", {"enable_fault_tolerance": True}, "--enable-fault-tolerance"),
+        (
+            "aux_output_config",
+            {"enable_return_routed_experts": True},
+            "--enable-return-routed-experts",
+        ),
         (
             "parallel_config",
             {"nnodes": 2, "data_parallel_size": 1, "data_parallel_size_local": 1},
@@ -99,6 +108,20 @@ def test_a_configuration_is_refused_with_the_reason(
     for name, value in change.items():
         monkeypatch.setitem(vars(getattr(config, part)), name, value)
     assert reason in str(config_refusal(config, {}))
+
+
+def test_vllm_gives_no_routed_experts_for_what_it_has_not_computed(engine: Make) -> None:
+    """Why engines that return them are refused in both versions: 0.32 hands on what is not there,
+    0.33 takes no prefix from a connector that this engine has not computed once."""
+    e = engine()
+    request = e.add("r", prompt(3))
+    if not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):
+        assert "connector" not in inspect.signature(AuxOutputSchedulerConnector).parameters
+        return
+    aux = AuxOutputSchedulerConnector(e.scheduler.kv_cache_manager, e.connector)
+    assert aux.cap_external_hit(request, 0, 2 * BLOCK_SIZE) == 0
+    e.step()
+    assert aux.cap_external_hit(request, 0, 2 * BLOCK_SIZE) == 2 * BLOCK_SIZE
 
 
 def test_an_amd_gpu_is_told_from_other_cuda_devices(

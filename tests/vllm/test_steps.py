@@ -112,6 +112,26 @@ def test_steps_to_the_first_token(importer: Importer) -> None:
     assert importer.count(ESTIMATED_US) > 0
 
 
+@pytest.mark.parametrize(
+    "pair",
+    [(InProcessEngine, {"prefill_schedule_interval": interval}) for interval in (2, 5, 40)],
+    indirect=True,
+)
+def test_an_interval_between_prefills_delays_imports_as_it_does_hits(importer: Importer) -> None:
+    """From 0.33 on an engine without data parallelism keeps it, too: nothing is admitted for so
+    many steps after one with a prefill."""
+    for first in (1, 2):
+        importer.hold(first)
+    importer.first_token("first", 1)  # attaches the peer
+    imported, b = importer.first_token("second", 2), importer.b
+    blocks = b.engine.blocks_of("second")[:PREFIX_BLOCKS]
+    assert b.values(blocks) == [{value_of(tokens_of(2), i)} for i in range(PREFIX_BLOCKS)]
+    hit, computed = importer.first_token("again", 2), importer.first_token("alone", 99)
+    assert imported == hit <= computed
+    assert importer.count(IMPORTED_BLOCKS) == 2 * PREFIX_BLOCKS
+    assert importer.count(LOADS_AT_ONCE) == 1
+
+
 def test_what_is_imported_at_once_holds_what_the_peer_has_computed(importer: Importer) -> None:
     for first in (1, 2):
         importer.hold(first)

@@ -1,0 +1,87 @@
+"""A drafter on a GPU writes KV behind the model: before its step's report in vLLM 0.32, after it
+from 0.33 on (Model Runner V2)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from kvshm._shm.counters import IMPORTED_BLOCKS, MISMATCHED, VERIFIED
+
+from .scheduling import BLOCK_SIZE
+from .test_cuda_runner import InProcessEngine, pair, prompt, value_of
+from .test_private_facts import in_order
+
+__all__ = ["pair"]
+
+DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+REPORTS_FIRST = "defer_finalize" in inspect.signature(ActiveKVConnector.post_forward).parameters
+
+
+class DraftingEngine(InProcessEngine):
+    """The last layer is the drafter's: it is written when the model's forward pass was launched."""
+
+    def report(self, output: Any) -> Any:
+        if not REPORTS_FIRST:
+            self.draft(output)
+            return super().report(output)
+        said = self.runner.post_forward(output.finished_req_ids, defer_finalize=True)
+        self.draft(output)
+        self.runner.finalize_step()
+        return said
+
+    def launch_forward(self, output: Any) -> None:
+        self.writes: list[tuple[int, int]] = []
+        super().launch_forward(output)
+
+    def _write(self, block: int, value: int) -> None:
+        self.writes.append((block, value))
+        self.write_into("layer.0", block, value)
+
+    def draft(self, output: Any) -> None:
+        for block, value in self.writes:
+            self.write_into("layer.1", block, value)
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHM_VERIFY", "1")
+
+
+def test_the_order_of_report_and_drafter_is_one_of_two_that_are_known() -> None:
+    first, then = "self.kv_connector.post_forward(", "self.speculator.propose("
+    if REPORTS_FIRST:
+        in_order(GPUModelRunner.sample_tokens, first, then, "self.kv_connector.finalize_step()")
+    else:
+        in_order(GPUModelRunner.sample_tokens, then, first)
+
+
+@pytest.mark.parametrize("pair", [(DraftingEngine, {"speculative_config": DRAFTS})], indirect=True)
+def test_what_a_drafter_has_written_is_imported_and_verified(
+    pair: list[DraftingEngine],
+) -> None:
+    """Checksums are of what the drafter has written, and nobody reads a block before."""
+    a, b = pair
+    chain = a.engine.add("first", prompt(5), max_tokens=60).block_hashes
+    b.engine.add("other", [900 + i for i in range(20)], max_tokens=200)  # b's steps never end
+
+    def known() -> bool:
+        a.step()
+        plan = b.cache.planner.lookup(chain, 0, 5)
+        return plan is not None and plan.num_blocks == 5
+
+    b.until(known)
+    b.engine.add("second", prompt(5), max_tokens=4)
+    b.until(lambda: "second" in b.computed_from)
+    assert b.computed_from["second"] == 5 * BLOCK_SIZE
+    blocks = b.engine.blocks_of("second")[:5]
+    assert b.values(blocks) == [{value_of(prompt(5), i)} for i in range(5)]
+    counted = b.cache.table.counters
+    assert [counted.read(c) for c in (IMPORTED_BLOCKS, VERIFIED, MISMATCHED)] == [5, 5, 0]
