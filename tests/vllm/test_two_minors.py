@@ -26,7 +26,7 @@ vllm = pytest.importorskip("vllm")
 
 ROOT = Path(__file__).parents[2]
 OTHER = Path(os.environ.get("OTHER_VLLM", ROOT / ".venv-0.33")) / "bin/python"
-VERSION = "from importlib.metadata import version; print(version('vllm'))"
+VERSION = "import vllm; print(vllm.__version__)"
 
 pytestmark = [
     pytest.mark.vllm,
@@ -47,7 +47,7 @@ class OtherSpec(EngineSpec):
 def versions() -> tuple[str, str]:
     """Return vLLM's version here, and in the other environment."""
     said = subprocess.run([OTHER, "-c", VERSION], capture_output=True, text=True, check=True)
-    here, there = vllm.__version__, said.stdout.strip()
+    here, there = vllm.__version__, said.stdout.split()[-1]
     assert here.split(".")[:2] != there.split(".")[:2], f"{OTHER} has the same minor, {there}"
     return here, there
 
