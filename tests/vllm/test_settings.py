@@ -121,7 +121,7 @@ def test_what_an_engine_imports(engine: Make, settings: dict[str, str], blocks: 
     assert len(compute(exporter)) == 3
     importer = engine(settings)
     know(importer, exporter)
-    assert imported(importer) == blocks
+    assert imported(importer) == blocks, counted(importer)
     too_short = "KVSHM_MIN_PREFIX_TOKENS" in settings and not blocks
     assert counted(importer)["miss_too_short"] == too_short
     assert counted(importer)["lookups"] == (blocks > 0 or too_short)
