@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from typing import NamedTuple
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -20,7 +21,8 @@ _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})
 """Fields of nodes: ``ctx`` follows from the place, ``kind`` is the u of u"text"."""
 _BEGINS = r"[^\s#)\]}]"
 """What a line begins with that is no comment, and not the end of a head of several lines."""
-_HEAD = re.compile(r"\n([ \t]*)(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)")
+_FUNCTION, _CLASS = re.compile(r"def[ \t]+(\w+)"), re.compile(r"class[ \t]+(\w+)")
+"""Not as one pattern for both, nor with the line's beginning: these are found ten times as fast."""
 _CUT_TRIES = 8
 """How many places may look like the end of a definition before all of the file is parsed."""
 
@@ -100,8 +102,12 @@ class Source:
     def _heads(self) -> dict[str, list[_Place]]:
         """Where lines begin definitions, by the defined name."""
         heads: dict[str, list[_Place]] = {}
-        for head in _HEAD.finditer("\n" + self._text):  # the first line, too
-            heads.setdefault(head[2], []).append(_Place(head.start(), head.end() - 1, head[1]))
+        for found in chain(_FUNCTION.finditer(self._text), _CLASS.finditer(self._text)):
+            start = self._text.rfind("\n", 0, found.start()) + 1
+            before = self._text[start : found.start()]
+            if before.strip(" \t") in ("", "async"):
+                indent = before[: len(before) - len(before.lstrip(" \t"))]
+                heads.setdefault(found[1], []).append(_Place(start, found.end(), indent))
         return heads
 
     def _place(self, name: str) -> _Place | None:
@@ -120,15 +126,15 @@ class Source:
         return heads[0]._replace(start=self._first_decorator(heads[0]))
 
     def _first_decorator(self, head: _Place) -> int:
-        indent = head.indent
-        other = re.compile(rf"[ \t]{{0,{len(indent)}}}{_BEGINS}")
-        start = place = head.start
-        while place > 0:
-            place = self._text.rfind("\n", 0, place - 1) + 1
-            if self._text.startswith(f"{indent}@", place):
-                start = place
-            elif other.match(self._text, place):
+        line, start = _code_within(head.indent), head.start
+        while start:
+            above = self._text.rfind(f"\n{head.indent}@", 0, start)
+            if above == -1 and not self._text.startswith(f"{head.indent}@"):
                 break
+            behind = line.search(self._text, above + len(head.indent) + 2)
+            if behind is None or behind.start() + 1 != start:  # it decorates something else
+                break
+            start = above + 1
         return start
 
     def _lines(self, name: str) -> str | None:
@@ -139,7 +145,7 @@ class Source:
     def _stops(self, place: _Place) -> Iterator[int]:
         """Yield where the definition may end, the likeliest first: before a line that stands no
         deeper than its own."""
-        line = re.compile(rf"\n[ \t]{{0,{len(place.indent)}}}{_BEGINS}")
+        line = _code_within(place.indent)
         tries, end = 0, place.head
         while tries < _CUT_TRIES and (found := line.search(self._text, end)):
             end = found.start() + 1
@@ -147,6 +153,11 @@ class Source:
             yield end
         if tries < _CUT_TRIES:
             yield len(self._text)
+
+
+def _code_within(indent: str) -> re.Pattern[str]:
+    """Matches the beginning of a line of code that stands no deeper than ``indent``."""
+    return re.compile(rf"\n[ \t]{{0,{len(indent)}}}{_BEGINS}")
 
 
 class _Place(NamedTuple):

@@ -152,6 +152,36 @@ def test_a_cut_has_the_same_digest_or_is_none(name: str) -> None:
     assert Source(SAMPLE).cut_digest(name) == expected
 
 
+@pytest.mark.parametrize(
+    "decorated",
+    [
+        "@one\n",
+        "@one\n\n",
+        "@one\n# why\n",
+        "@one\n\n\n@two\n",
+        "@one(\n    1,\n)\n",
+        "@one(1,\n     2)\n\n",
+        "@(lambda f:\n  f)\n# why\n\n",
+    ],
+)
+@pytest.mark.parametrize("before", ["", "x = 1\n", "@other\ndef g(): return (2)\n\n"])
+@pytest.mark.parametrize("indent", ["", "    "])
+@pytest.mark.parametrize("head", ["def f(): return 3\n", "async def f():\n    return 3\n"])
+def test_a_new_decorator_is_part_of_the_lines_of_what_it_decorates(
+    decorated: str, before: str, indent: str, head: str
+) -> None:
+    """Else a version that decorates a function would pass as one that does not."""
+    outer, name = ("class C:\n", "C.f") if indent else ("", "f")
+
+    def source(lines: str) -> Source:
+        return Source(outer + "".join(f"{indent}{line}" for line in lines.splitlines(True)))
+
+    plain, new = source(before + head), source(before + decorated + head)
+    assert None is not plain.lines_digest(name) != new.lines_digest(name)
+    assert plain.cut_digest(name) == plain.digests([name])[name]
+    assert new.cut_digest(name) == new.digests([name])[name] != plain.cut_digest(name)
+
+
 def test_a_definition_is_shown_as_it_stands() -> None:
     text = Source(SAMPLE).definition("Pool.get")
     assert text.startswith("    @functools.lru_cache(\n")
