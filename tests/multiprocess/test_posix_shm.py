@@ -26,7 +26,7 @@ from kvshm.transport import posix_shm
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 
 pytestmark = pytest.mark.multiprocess
 
@@ -343,7 +343,7 @@ def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(expo
     importer.copier.submit(drained.set)
     assert drained.wait(PATIENCE)
     assert "r--s" not in kv_mappings()
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):

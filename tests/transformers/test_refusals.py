@@ -224,7 +224,7 @@ def test_a_newer_transformers_shares_and_says_once_that_it_is_untested(
     assert said == [
         "kvshm: sharing on transformers 5.99.0, which is not tested with this kvshm; "
         "tested is 5.19 to 5.24"
-    ]
+    ], (_note_untested.cache_info(), untested(transformers.__version__))
 
 
 def test_the_installed_transformers_is_among_the_tested_and_the_extra_asks_for_the_oldest() -> None:

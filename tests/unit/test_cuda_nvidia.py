@@ -14,7 +14,7 @@ import pytest
 from kvshm.transport.cuda.driver import CudaError, RegionRow, RegionTable
 from kvshm.transport.cuda.probe import upload
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 from .test_cuda_driver import filled, played_driver, submit
 
 
@@ -177,7 +177,7 @@ def test_what_was_mapped_and_unmapped_leaves_no_descriptor_and_no_addresses(
     assert mapped_as(mapped)
     driver.vmm_unmap(mapped, nbytes)
     assert not mapped_as(mapped)
-    assert not open_files() - before
+    assert not left_open(before)
     os.close(descriptor)
 
 

@@ -25,7 +25,7 @@ from kvshm._shm.fds import (
 )
 from kvshm.errors import TransportError
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 from ..waiting import PATIENCE, listens, until
 
 
@@ -75,7 +75,7 @@ def test_no_descriptor_leaks_on_any_path(path, serve, memory):
             fetch(path, b"x", PATIENCE)
         with pytest.raises(TransportError):
             FdServer("/nonexistent/directory/fds", lambda r: (r, []))
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_a_cut_answer_leaves_no_descriptor_behind(path, memory):
@@ -87,7 +87,7 @@ def test_a_cut_answer_leaves_no_descriptor_behind(path, memory):
     with pytest.raises(TransportError, match="without an answer"):
         fetch(path, b"empty", PATIENCE)
     server.close()
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_a_raising_answer_is_an_end_without_answer_and_the_server_lives(path, memory, caplog):
@@ -286,7 +286,7 @@ def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
     assert peer_has_closed(connection)
     connection.close()
     assert peer_has_closed(connection)
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, monkeypatch):

@@ -41,7 +41,7 @@ from kvshm.errors import (
     TransportError,
 )
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 from ..waiting import until
 from .few_descriptors import descriptors
 from .pages import ROOT
@@ -242,7 +242,7 @@ def test_an_odd_answer_is_an_error_and_leaves_no_descriptor(
     before = open_files()
     with answering(served, respond), pytest.raises(SegmentError, match=why):
         served.handouts.peer_table(EPOCH)
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served) -> None:

@@ -20,7 +20,7 @@ from kvshm import Config, ConfigError, Group, Identity, MisuseError, Node, Regio
 from kvshm._api import joining
 from kvshm.config import Share
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 from .few_descriptors import descriptors
 from .few_threads import no_threads
 
@@ -106,7 +106,7 @@ def test_arguments_that_cannot_be_meant_are_refused(
     before = open_files()
     with pytest.raises(MisuseError, match=told):
         join(**{"memory": memory, **how})
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from kvshm.errors import TransportError
 from kvshm.transport.memory import KVMemory
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_more_memory_than_there_is_names_needed_and_available():
         KVMemory.create(1 << 60)
     with pytest.raises(TransportError):
         KVMemory.create(0)
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_kernel_that_refuses_is_a_transport_error(monkeypatch, refused):
     monkeypatch.setattr(*refused, refuse)
     with pytest.raises(TransportError, match=r"4096 bytes: .*not permitted"):
         KVMemory.create(4096)
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_closing_keeps_the_pages_for_whoever_holds_them(memory):
@@ -105,7 +105,7 @@ def test_the_mapping_goes_with_its_last_holder():
     assert gone() is not None
     del view
     assert gone() is None
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_memory_that_is_dropped_leaves_nothing_once_its_bytes_are_not_used():
@@ -117,7 +117,7 @@ def test_memory_that_is_dropped_leaves_nothing_once_its_bytes_are_not_used():
     assert view[4_999] == 7
     assert (open_files() - before).total() == 1, "the mapping has one of its own"
     del view
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_a_descriptor_is_closed_once_though_many_threads_close_at_once():

@@ -31,7 +31,7 @@ from kvshm.errors import (
     VersionMismatch,
 )
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 
 NBYTES = 16384
 EPOCH = 0xABCDEF0123456789
@@ -94,7 +94,7 @@ def test_no_room_is_an_error_that_says_what_to_do_and_keeps_nothing(nbytes: int,
     before = open_files()
     with pytest.raises(SegmentTooSmall, match=f"{NAME} needs {nbytes} .*: {why}; .*fewer blocks"):
         Segment.create(NAME, nbytes)
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_without_descriptors_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_what_may_fault_or_is_no_memory_is_not_mapped(odd, why: str, tmp_path: P
     before = open_files()
     with pytest.raises(SegmentError, match=f"theirs.*{why}"):
         Segment.from_fd("theirs", odd(tmp_path), True, NBYTES)
-    assert not open_files() - before, "the descriptor is closed"
+    assert not left_open(before), "the descriptor is closed"
 
 
 def test_another_users_memory_is_not_mapped(
@@ -222,7 +222,7 @@ def test_close_may_be_called_twice_and_leaves_no_descriptor() -> None:
     segment.close()
     segment.close()
     assert segment.closed
-    assert not open_files() - before
+    assert not left_open(before)
     with pytest.raises(SegmentError, match="closed"):
         _ = segment.buffer
     with pytest.raises(SegmentError, match="closed"):
@@ -243,7 +243,7 @@ def test_what_was_mapped_and_is_not_kept_is_handed_on_no_more(segment: Segment) 
 def test_who_forgets_to_close_it_leaves_no_descriptor() -> None:
     before = open_files()
     Segment.create(NAME, NBYTES)
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 def test_a_view_in_use_survives_close(segment: Segment) -> None:

@@ -27,7 +27,7 @@ from kvshm.coordinator.tables import MAX_CHECKS, Tables
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.version import __version__
 
-from ..descriptors import open_files
+from ..descriptors import left_open, open_files
 from .exporters import Clock
 from .served import AnyTable, Served, ServedNode
 
@@ -82,7 +82,7 @@ def shell(served: ServedNode) -> Iterator[Shell]:
     shell.tables.close()
     for engine in served.engines:
         engine.close()
-    assert not open_files() - before
+    assert not left_open(before)
 
 
 @pytest.fixture
