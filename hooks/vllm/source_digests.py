@@ -234,6 +234,8 @@ def _write(node: ast.AST, put: Callable[[str], None]) -> None:
         if name in _WITHOUT_MEANING:
             continue
         value = getattr(node, name, None)
+        if type(node) is ast.JoinedStr:
+            value = [part for part in node.values if not _is_empty_text(part)]
         if isinstance(value, ast.AST):
             put(name)
             _write(value, put)
@@ -254,6 +256,11 @@ def _write_list(values: list[object], put: Callable[[str], None]) -> None:
         elif not _says_nothing(value):
             _write(value, put)
     put("]")
+
+
+def _is_empty_text(part: ast.expr) -> bool:
+    """What 3.12.1 puts behind the last field of a format."""
+    return type(part) is ast.Constant and part.value == ""
 
 
 def _says_nothing(node: ast.AST) -> bool:
