@@ -46,7 +46,7 @@ class WeightWitness:
         ``code`` returns.  Call it before the weights are digested.  Raises what torch raises."""
         with self._lock:
             self._watching, self._samples = False, None
-            self._samples = Samples(places, random.random, code)
+            self._samples = Samples(places, random.Random().random, code)
 
     def watch(self, digests: dict[object, bytes]) -> None:
         """Begin to look.  ``digests``: what ``digest_tensors`` said of each tensor since

@@ -31,7 +31,7 @@ test-vllm: $(ENGINE) $(KVSHM) ## tests/vllm; BRIEF=1: without engines, but for t
 	$(PYTHON) -m pytest -rs $(if $(BRIEF),$(PAIRS),tests/vllm)
 
 # Two engines of this version, and an engine of it beside one of the other.
-test-vllm: export OTHER_VLLM := $(abspath $(if $(LATER),.venv,.venv-$(lastword $(VLLMS))))
+test-vllm: export OTHER_VLLM ?= $(abspath $(if $(LATER),.venv,.venv-$(lastword $(VLLMS))))
 PAIRS := tests/vllm/test_pair.py tests/vllm/test_two_minors.py
 
 test-vllm-0.33: ## the same with vLLM 0.33

@@ -21,7 +21,7 @@ def open_files() -> Counter[tuple[str, int]]:
 
 def left_open(before: Counter[tuple[str, int]], patience: float = 5.0) -> Counter[tuple[str, int]]:
     """What is open and was not before: a leak stays, whereas threads, also those of earlier tests,
-    open and close what is their own meanwhile."""
+    open and close what is their own meanwhile, of which they report nothing to wait for."""
     deadline = time.monotonic() + patience
     while (left := open_files() - before) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -54,7 +54,7 @@ class CoordinatorClient:
         handler: UpdateHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = random.Random().random,
         timing: Timing = TIMING,
     ) -> None:
         """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""

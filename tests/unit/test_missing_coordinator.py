@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import zmq
 from kvshm._engine.roster_handler import RosterHandler
 from kvshm._ground.rundir import command_endpoint, start_command
 from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.coordinator_session import CoordinatorSession as Session
 from kvshm._node.protocol import EngineInfo, Join, Refused, decode_command, encode
 from kvshm._node.updates import Coordinator, Update
@@ -175,3 +178,24 @@ def test_check_warns_of_engines_without_a_coordinator(
     assert len(check(served.run_dir, None).warnings) == 1
     table.retire()
     assert check(served.run_dir, None).warnings == []
+
+
+def test_waiting_for_a_coordinator_draws_no_number_that_the_program_would_have_drawn(
+    run_dir: Path,
+) -> None:
+    """A program that seeds Python's generator gets the same numbers with kvshm as without."""
+    tried = threading.Event()
+
+    class Tried(Engine):
+        def describe(self) -> EngineInfo | None:
+            if asked:
+                tried.set()
+            asked.append(1)
+            return INFO
+
+    asked: list[int] = []
+    before = random.getstate()
+    client = CoordinatorClient(run_dir, "n", Tried(), timing=TIMING.scaled(0.01))
+    assert tried.wait(60), "it has backed off between two tries"
+    client.close()
+    assert random.getstate() == before

@@ -15,8 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from kvshm._shm.counters import IMPORTED_BLOCKS, MISMATCHED, VERIFIED
 
-from .scheduling import BLOCK_SIZE
-from .test_cuda_runner import InProcessEngine, pair, prompt, value_of
+from .test_cuda_runner import InProcessEngine, imports_what_was_computed, pair
 from .test_private_facts import in_order
 
 __all__ = ["pair"]
@@ -69,19 +68,6 @@ def test_what_a_drafter_has_written_is_imported_and_verified(
 ) -> None:
     """Checksums are of what the drafter has written, and nobody reads a block before."""
     a, b = pair
-    chain = a.engine.add("first", prompt(5), max_tokens=60).block_hashes
-    b.engine.add("other", [900 + i for i in range(20)], max_tokens=200)  # b's steps never end
-
-    def known() -> bool:
-        a.step()
-        plan = b.cache.planner.lookup(chain, 0, 5)
-        return plan is not None and plan.num_blocks == 5
-
-    b.until(known)
-    b.engine.add("second", prompt(5), max_tokens=4)
-    b.until(lambda: "second" in b.computed_from)
-    assert b.computed_from["second"] == 5 * BLOCK_SIZE
-    blocks = b.engine.blocks_of("second")[:5]
-    assert b.values(blocks) == [{value_of(prompt(5), i)} for i in range(5)]
+    imports_what_was_computed(a, b)
     counted = b.cache.table.counters
     assert [counted.read(c) for c in (IMPORTED_BLOCKS, VERIFIED, MISMATCHED)] == [5, 5, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,15 @@ def test_a_configuration_is_refused_with_the_reason(
     assert reason in str(config_refusal(config, {}))
 
 
+@pytest.mark.skipif(
+    not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"),
+    reason="vLLM 0.32 asks no connector, and hands on what is not there",
+)
 def test_vllm_gives_no_routed_experts_for_what_it_has_not_computed(engine: Make) -> None:
-    """Why engines that return them are refused in both versions: 0.32 hands on what is not there,
-    0.33 takes no prefix from a connector that this engine has not computed once."""
+    """Why engines that return them are refused: 0.33 takes no prefix from a connector that this
+    engine has not computed once."""
     e = engine()
     request = e.add("r", prompt(3))
-    if not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):
-        assert "connector" not in inspect.signature(AuxOutputSchedulerConnector).parameters
-        return
     aux = AuxOutputSchedulerConnector(e.scheduler.kv_cache_manager, e.connector)
     assert aux.cap_external_hit(request, 0, 2 * BLOCK_SIZE) == 0
     e.step()
