@@ -36,6 +36,8 @@ MAX_QUEUED = 4096
 MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
 """Batches that wait together are sent as one message of at most so many bytes, a longer batch as
 several messages."""
+_OWN_RANDOM = random.Random()
+"""Not Python's own generator, which the program may have seeded."""
 
 _log = logger(__name__)
 
@@ -54,7 +56,7 @@ class CoordinatorClient:
         handler: UpdateHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.Random().random,
+        jitter: Callable[[], float] = _OWN_RANDOM.random,
         timing: Timing = TIMING,
     ) -> None:
         """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""

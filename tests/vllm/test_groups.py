@@ -313,31 +313,6 @@ def test_a_request_that_is_preempted_behind_its_import_shows_what_it_computes_ag
     assert rank.is_clean()
 
 
-@pytest.mark.parametrize("count", [0, 1, 9])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_null_block_is_never_shown_nor_waited_for_whatever_its_count(
-    engine: Make, kind: str, count: int
-) -> None:
-    """vLLM keeps no count of the requests that have it in their tables: in 0.32 the count grows, in
-    0.33 it stays 0."""
-    e = engine(False, 64, KINDS[kind])
-    pool = e.scheduler.kv_cache_manager.block_pool
-    free, seen = pool.get_num_free_blocks(), set[int]()
-    e.add("r", prompt(9), max_tokens=3 * BLOCK_SIZE)
-    while e.scheduler.requests:
-        pool.null_block.ref_cnt = count
-        sent = e.schedule()
-        seen |= {block for table in e.tables_of("r") for block in table}
-        e.run(sent)
-        if e.scheduler.requests:
-            assert read_by(e, "r") <= e.ready()
-        assert pool.null_block.block_id not in e.ready()
-    e.step()
-    assert pool.null_block.block_id in seen
-    assert e.connector._scheduler.tracker._computed == []
-    assert pool.get_num_free_blocks() == free
-
-
 def split_at(e: DrivenEngine, name: str, token: int) -> tuple[set[int], set[int]]:
     """The blocks of a request, in all groups, that end before a token, and the others."""
     groups, tables = e.connector._scheduler.importer.lookups.groups.all, e.tables_of(name)
