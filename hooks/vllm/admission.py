@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ log = logger(__name__)
 KNOWN = Path(__file__).with_name("known_sources.json")
 ABSENT = "absent"
 """Stands for a digest where a version has no such function or class."""
+_PRE_RELEASE = re.compile(r"(a|b|rc|dev)\d")
+"""What a version's parts behind the third begin with, unless it is a release or a local build."""
 _NAMED = 3
 """How many differences a line of the log names."""
 
@@ -167,7 +170,8 @@ def _is_known(source: Source, name: str, known: Mapping[str, Any]) -> bool:
 
 def decide(version: Version, found: Examined, tested: list[str], allowed: bool) -> Admission:
     """Return whether an engine shares.  ``tested``: whole versions, the oldest first."""
-    is_tested = dotted(version[:3]) in tested
+    is_release = not any(_PRE_RELEASE.match(str(part)) for part in version[3:])
+    is_tested = is_release and dotted(version[:3]) in tested
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
     if is_tested and (gone := [one.file for one in found.different if not one.name]):
@@ -177,7 +181,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
         )
     if found.different:
         return _if_allowed(_changed(version, found.different, tested), allowed)
-    if found.unreadable and version[:2] not in minors(tested):
+    if found.unreadable and not (is_release and version[:2] in minors(tested)):
         return _if_allowed(_unknown_without_source(version, found.unreadable, tested), allowed)
     if found.unreadable:
         return Admission(

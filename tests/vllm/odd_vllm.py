@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -91,3 +92,11 @@ def linked_vllm(directory: Path) -> Path:
         ignore=shutil.ignore_patterns("__pycache__"),
     )
     return package
+
+
+def rename(package: Path, old: str, new: str) -> None:
+    """Give something another name everywhere in a package of links."""
+    for path in package.rglob("*.py"):
+        if path.is_symlink() and old in (text := path.read_text()):
+            path.unlink()
+            path.write_text(re.sub(rf"\b{old}\b", new, text))

@@ -142,6 +142,8 @@ def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
         *(((*minor, 7), Examined(), None, UNSEEN) for minor in minors(TESTED)),
         (UNTESTED, Examined(), None, UNSEEN),
         ((*UNTESTED[:2], "0rc1"), Examined(), None, (logging.INFO, "but all that kvshm relies on")),
+        ((*EXACT[-1], "rc1"), Examined(), None, UNSEEN),
+        ((*EXACT[-1], "dev12", "gabcdef"), Examined(), None, UNSEEN),
         ((0, 0, "dev"), Examined(), None, (logging.INFO, "vLLM 0.0.dev is not among")),
         # changed
         *(

@@ -1,0 +1,58 @@
+"""In place of kvshm's connector in a vLLM with which that cannot be imported: shares nothing.
+
+A user who names kvshm in ``--kv-transfer-config`` gets an engine that serves as plain vLLM, also
+where vLLM has renamed something that the connector imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvshm._ground.log import logger
+
+log = logger(__name__)
+
+
+def plain_connector(error: ImportError) -> type[Any]:
+    """Return a class of connectors that do nothing, and log ``error`` once per engine.  Raises
+    ImportError if this vLLM has no base class for connectors at all."""
+
+    def initialize(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        base.KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        if role.name == "SCHEDULER":  # one of the engine's processes
+            _decline(error, vllm_config)
+
+    parents = [base.KVConnectorBase_V1]
+    if (hybrid := getattr(base, "SupportsHMA", None)) is not None:
+        parents.append(hybrid)
+    abstract = {name for parent in parents for name in parent.__abstractmethods__}
+    answers: dict[str, Any] = {
+        "get_num_new_matched_tokens": (0, False),
+        "build_connector_meta": base.KVConnectorMetadata(),
+        "request_finished_all_groups": (False, None),
+    }
+    methods = {name: _always(answers.get(name)) for name in abstract}
+    return type("KvshmConnector", tuple(parents), {**methods, "__init__": initialize})
+
+
+def _always(answer: object) -> Callable[..., object]:
+    return lambda *_, **__: answer
+
+
+def _decline(error: ImportError, vllm_config: Any) -> None:
+    """Say what an engine that is refused says; at least why, if that cannot be imported either."""
+    reason = f"this vLLM is not as kvshm knows it: {error}"
+    try:
+        from .admission import admit
+        from .declining import decline_engine
+        from .settings import settings_of_connector
+
+        config = settings_of_connector(vllm_config.kv_transfer_config)
+        reason = admit(config.untested).refusal or reason
+        decline_engine(reason, config, vllm_config, is_scheduler=True)
+    except Exception as exc:  # any: whatever this vLLM has changed, the engine serves
+        log.warning("not sharing the prefix cache: %s", reason)
+        log.debug("no record of that for tools: %s", exc)
