@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +90,13 @@ def known_sources() -> Mapping[str, Any]:
     """Return what ``known_sources.json`` says: ``versions`` that were tested; ``files``, each with
     the digests of all of it (``whole``), and per function and class (``parts``) the ``facts`` that
     rest on it, its ``digests``, each with the versions that have it, and those of its lines as they
-    stand (``lines``), which are faster to compute."""
-    known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
+    stand (``lines``), which are faster to compute.  Raises RuntimeError for a damaged file."""
+    try:
+        known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
+        if not (known["versions"] and known["files"]):
+            raise ValueError("it is empty")
+    except (OSError, ValueError, KeyError) as exc:
+        raise RuntimeError(f"{KNOWN} is damaged ({exc}): install kvshm again") from exc
     return known
 
 
@@ -108,11 +115,10 @@ def examine(root: Path, known_files: Mapping[str, Any]) -> Examined:
     different: list[Difference] = []
     unreadable: list[str] = []
     for file, known in known_files.items():
-        content = _content(root / file)
-        if content is None and _is_compiled(root / file):
+        if _is_compiled(root / file):
             unreadable.append(file)
         else:
-            different += _differences(file, content, known)
+            different += _differences(file, _content(root / file), known)
     return Examined(tuple(different), tuple(unreadable))
 
 
@@ -124,8 +130,11 @@ def _content(path: Path) -> bytes | None:
 
 
 def _is_compiled(path: Path) -> bool:
-    """Whether Python would import this module without its source."""
-    return any(path.parent.glob(f"{path.stem}.*so")) or path.with_suffix(".pyc").exists()
+    """Whether Python would import this module from something else than this file."""
+    first = [path.with_suffix(suffix) for suffix in EXTENSION_SUFFIXES]
+    if any(map(os.path.exists, (path.with_suffix("") / "__init__.py", *first))):
+        return True
+    return path.with_suffix(".pyc").exists() and not path.exists()
 
 
 def _differences(

@@ -118,12 +118,27 @@ def test_a_damaged_or_missing_file_differs(copied: Path, content: str | None) ->
 
 
 @pytest.mark.parametrize(
-    "compiled", ["block_pool.cpython-311-x86_64-linux-gnu.so", "block_pool.pyc"]
+    ("compiled", "beside", "unreadable"),
+    [
+        ("block_pool.abi3.so", False, True),
+        ("block_pool.pyc", False, True),
+        # Python imports these although the source is there
+        ("block_pool.abi3.so", True, True),
+        ("block_pool/__init__.py", True, True),
+        # and the source although these are there
+        ("block_pool.pyc", True, False),
+        ("block_pool.old.so", True, False),
+    ],
 )
-def test_what_is_compiled_cannot_be_read(copied: Path, compiled: str) -> None:
-    (copied / FILE).unlink()
-    (copied / "v1" / "core" / compiled).touch()
-    assert examine(copied, KNOWN) == Examined(unreadable=(FILE,))
+def test_what_python_does_not_import_from_source_cannot_be_read(
+    copied: Path, compiled: str, beside: bool, unreadable: bool
+) -> None:
+    made = copied / "v1" / "core" / compiled
+    made.parent.mkdir(exist_ok=True)
+    made.touch()
+    if not beside:
+        (copied / FILE).unlink()
+    assert examine(copied, KNOWN) == Examined(unreadable=(FILE,) if unreadable else ())
 
 
 def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
@@ -214,7 +229,7 @@ def test_a_line_names_some_of_many_differences() -> None:
     assert "; and 6 more; upgrade kvshm" in refusal
 
 
-@pytest.mark.parametrize("file", [None, "not json"])
+@pytest.mark.parametrize("file", [None, "not json", "{}", '{"versions": ["1.0.0"], "files": {}}'])
 def test_a_kvshm_that_is_incomplete_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines, file: str | None
 ) -> None:
@@ -225,7 +240,7 @@ def test_a_kvshm_that_is_incomplete_refuses(
     monkeypatch.setattr(vllm, "__file__", str(tmp_path / "__init__.py"))
     known_sources.cache_clear()
     try:
-        assert "this vLLM cannot be compared: " in str(admit(False).refusal)
+        assert f"{broken} is damaged" in str(admit(False).refusal)
         assert "vLLM's source cannot be compared" in lines[-1]
     finally:
         known_sources.cache_clear()
