@@ -26,6 +26,7 @@ import msgspec
 
 from kvshm import _native
 from kvshm._ground.copy_path import CopyPath
+from kvshm._ground.forks import close_in_children
 from kvshm._ground.ids import BlockId, Epoch
 from kvshm._shm.fd_server import FdServer
 from kvshm._shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
@@ -83,9 +84,12 @@ def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mma
     try:
         for fd in fds:
             check_sealed_memory(fd)
-        return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
+        mappings = [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
+    for mapping in mappings:
+        close_in_children(mapping)
+    return mappings
 
 
 def _fetch_memory(

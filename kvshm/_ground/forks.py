@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from typing import Protocol
 
 
@@ -29,9 +30,29 @@ def guard_forks(owner: ForkAware) -> None:
     _owners.add(owner)
 
 
+class Closeable(Protocol):
+    """What a forked child inherits and must not keep open."""
+
+    def close(self) -> None:
+        """Close it in this process."""
+        ...
+
+
+_inherited: weakref.WeakSet[Closeable] = weakref.WeakSet()
+
+
+def close_in_children(resource: Closeable) -> None:
+    """Have a connection to another process, or a mapping of its memory, closed in every forked
+    child: as long as one is open, the other process takes its memory for used."""
+    _inherited.add(resource)
+
+
 def _after_fork_in_child() -> None:
     for owner in list(_owners):
         owner.forget_in_child()
+    for resource in list(_inherited):
+        with suppress(OSError, BufferError):  # a buffer: something in the parent is using it
+            resource.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

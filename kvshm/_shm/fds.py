@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from kvshm._ground.forks import close_in_children
 from kvshm._ground.rundir import path_too_long
 from kvshm.errors import TransportError
 
@@ -158,7 +159,8 @@ def peer_has_closed(connection: socket.socket) -> bool:
 def fetch_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
-    """The same as ``fetch``, and also return the connection, which the caller closes.
+    """The same as ``fetch``, and also return the connection, which the caller closes; in a forked
+    child it is closed by itself.
     ``peer_has_closed`` tells when the owner closes it; owners of older versions do so at once."""
     name = os.fspath(path)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
@@ -172,6 +174,7 @@ def fetch_keep_open(
         connection.send(request)
         reply, fds = receive(connection, name)
         connection.setblocking(False)
+        close_in_children(connection)
     except BaseException as exc:
         connection.close()
         if isinstance(exc, OSError):
