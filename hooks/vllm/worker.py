@@ -138,7 +138,10 @@ class WorkerSide:
         if self._cache is not None and not self._released:
             left = release_memory(self._cache, self._rank)
             self._released = True
-            self._next_report().still_mapped += left > 0
+            report = self._next_report()
+            report.still_mapped += left > 0
+            # Unless it was announced, as a sleep is: the epoch has ended, and another must begin.
+            report.weights_changed = True
             self.collect()
 
     def is_loading(self) -> bool:

@@ -112,7 +112,7 @@ def test_what_engine_processes_were_started_with_is_judged(node: Node) -> None:
         KVSHM_ROLE="reader",
         PYTHONHASHSEED="7",
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
-        VLLM_USE_RUST_FRONTEND="1",
+        VLLM_USE_RUST_FRONTEND=" 02",  # vLLM takes it for 2
         PASSWORD="hunter2",
     )
     mistyped = process(node, KVSHM_ROL="consumer", VLLM_PLUGINS="other", PYTHONHASHSEED="7")

@@ -187,6 +187,17 @@ def peer_hangs(pair: Pair) -> None:
     pair.share(a, b)
 
 
+def unannounced(pair: Pair) -> None:
+    """vLLM's worker takes the KV cache back outside of a sleep: the engine shares again."""
+    first = pair.a.cache.table.epoch
+    pair.share(pair.a, pair.b)
+    pair.a.connector.unregister_kv_caches()
+    pair.meet()
+    assert pair.a.cache.table.epoch != first
+    pair.share(pair.a, pair.b)
+    pair.share(pair.b, pair.a)
+
+
 CASES: dict[str, Callable[[Pair], None]] = {
     f"{order}, level {level}, {direction}": lambda pair, w=wakes, n=level, d=direction: sleeps(
         pair, w, n, d
@@ -206,6 +217,7 @@ CASES |= {
     for direction in ("exports", "imports")
 }
 CASES["a peer hangs"] = peer_hangs
+CASES["unannounced"] = unannounced
 
 
 def run(case: str, model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from kvshm.config import Config
 from kvshm.errors import ConfigError
@@ -11,7 +12,7 @@ from kvshm.errors import ConfigError
 from .checks import Finding, judged, not_applicable, problem, warning
 from .evidence import Evidence
 from .place import using_this
-from .processes import ENABLED, Process
+from .processes import Process
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 NOBODY = "no process in which kvshm is enabled uses this run directory"
@@ -67,8 +68,15 @@ def front_end(seen: Evidence) -> Finding:
 
 
 def _rust(process: Process) -> Iterator[str]:
-    if process.environ.get("VLLM_USE_RUST_FRONTEND", "").lower() in ENABLED:
+    if _number(process.environ.get("VLLM_USE_RUST_FRONTEND", "")):
         yield "VLLM_USE_RUST_FRONTEND drops the metrics that a connector adds to vLLM's"
+
+
+def _number(text: str) -> int:
+    """As vLLM reads it, which does not start with another text."""
+    with suppress(ValueError):
+        return int(text)
+    return 0
 
 
 def _of_all(
