@@ -13,8 +13,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from sysconfig import get_config_var
 from typing import Any, NamedTuple
 
 from kvshm._ground.log import logger
@@ -28,6 +28,8 @@ ABSENT = "absent"
 """Stands for a digest where a version has no such function or class."""
 _PRE_RELEASE = re.compile(r"(a|b|rc|dev)\d")
 """What a version's parts behind the third begin with, unless it is a release or a local build."""
+_EXTENSIONS = (str(get_config_var("EXT_SUFFIX")), ".abi3.so", ".so")
+"""What the names of compiled modules end with, which Python imports before the source."""
 _NAMED = 3
 """How many differences a line of the log names."""
 
@@ -131,7 +133,7 @@ def _content(path: Path) -> bytes | None:
 
 def _is_compiled(path: Path) -> bool:
     """Whether Python would import this module from something else than this file."""
-    first = [path.with_suffix(suffix) for suffix in EXTENSION_SUFFIXES]
+    first = [path.with_suffix(suffix) for suffix in _EXTENSIONS]
     if any(map(os.path.exists, (path.with_suffix("") / "__init__.py", *first))):
         return True
     return path.with_suffix(".pyc").exists() and not path.exists()
