@@ -95,9 +95,8 @@ def known_sources() -> Mapping[str, Any]:
     stand (``lines``), which are faster to compute.  Raises RuntimeError for a damaged file."""
     try:
         known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
-        if not (known["versions"] and known["files"]):
-            raise ValueError("it is empty")
-    except (OSError, ValueError, KeyError) as exc:
+        next(iter(known["files"])), known["versions"][0]  # neither is empty
+    except (OSError, ValueError, LookupError, StopIteration) as exc:
         raise RuntimeError(f"{KNOWN} is damaged ({exc}): install kvshm again") from exc
     return known
 

@@ -53,6 +53,5 @@ def _decline(error: ImportError, vllm_config: Any) -> None:
         config = settings_of_connector(vllm_config.kv_transfer_config)
         reason = admit(config.untested).refusal or reason
         decline_engine(reason, config, vllm_config, is_scheduler=True)
-    except Exception as exc:  # any: whatever this vLLM has changed, the engine serves
+    except Exception:  # any: whatever this vLLM has changed, the engine serves
         log.warning("not sharing the prefix cache: %s", reason)
-        log.debug("no record of that for tools: %s", exc)
