@@ -163,7 +163,8 @@ def test_a_subclass_that_overrides_a_method_is_noticed(
     known = {file: {**KNOWN[file], "whole": {}}}
     assert examine(tmp_path, known) == Examined()
     assert {*KNOWN[file]["parts"][name]["digests"]} == {ABSENT}
-    text = with_another_method((ROOT / file).read_text(), *name.split("."), first)
+    of, method = name.split(".")
+    text = with_another_method((ROOT / file).read_text(), of, method, first)
     (tmp_path / file).write_text(text)
     assert examine(tmp_path, known).different == (
         Difference(file, name, tuple(KNOWN[file]["parts"][name]["facts"])),
