@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import re
 import sys
 import tarfile
+import tokenize
 import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vllm_subclasses import Named
 
 from kvshm.hooks.vllm.admission import ABSENT, KNOWN
 from kvshm.hooks.vllm.source_digests import Source, bytes_digest
@@ -38,8 +43,11 @@ class Fact(NamedTuple):
     says: str
     tests: str
     relied_on_by: tuple[str, ...]
-    sources: tuple[tuple[str, str], ...]
+    sources: tuple[Named, ...]
     """File below vLLM's package, and the dotted name of a function or class in it."""
+    overrides: tuple[Named, ...]
+    """What subclasses can have in the place of a method of ``sources``, whether they have it or
+    not."""
     why: str
     """Why vLLM's public interface for connectors does not do; if it does, what it says."""
 
@@ -47,6 +55,11 @@ class Fact(NamedTuple):
     def is_public(self) -> bool:
         """Whether vLLM promises it: then its source is not compared."""
         return self.section == PUBLIC
+
+    @property
+    def pinned(self) -> tuple[Named, ...]:
+        """All of which a digest is recorded."""
+        return *self.sources, *self.overrides
 
 
 class Vllm(NamedTuple):
@@ -57,12 +70,32 @@ class Vllm(NamedTuple):
     """The content of a file below vLLM's package; None if there is none."""
 
     def source(self, file: str) -> Source:
-        """Return a file, as an empty one if there is none."""
-        return Source((self.read(file) or b"").decode())
+        """Return a file, as an empty one if there is none.  Raises ValueError for a file that is
+        not in the encoding that it says."""
+        content = self.read(file) or b""
+        try:
+            # As Python reads it: with a mark of the byte order, or a line that names an encoding.
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            return Source(content.decode(encoding))
+        except (SyntaxError, UnicodeDecodeError) as exc:
+            raise ValueError(f"{self._place(file)} cannot be read: {exc}") from exc
+
+    def digests(self, file: str, names: Iterable[str]) -> dict[str, str | None]:
+        """Return the digest of each name in a file, None for what is not there.  Raises ValueError
+        for a file that this Python cannot read or parse."""
+        source = self.source(file)
+        try:
+            return source.digests(names)
+        except (SyntaxError, ValueError) as exc:  # a NUL byte, to Python 3.11.3
+            raise ValueError(f"{self._place(file)} cannot be parsed: {exc}") from exc
+
+    def _place(self, file: str) -> str:
+        return f"vllm/{file} of vLLM {self.version}"
 
 
 def facts() -> list[Fact]:
     """Return all facts, in the page's order.  Raises KeyError and ValueError for a bad file."""
+    listed = subclasses()
     return [
         Fact(
             fact["key"],
@@ -70,17 +103,46 @@ def facts() -> list[Fact]:
             fact["says"],
             fact["tests"],
             tuple(fact["relied_on_by"]),
-            tuple(map(_source, fact["sources"])),
+            sources := tuple(map(_source, fact["sources"])),
+            tuple(one for one in _overrides(sources, listed) if one not in sources),
             fact["why"],
         )
-        for section in tomllib.loads(FACTS.read_text("utf-8"))["section"]
+        for section in _listed()["section"]
         for fact in section["fact"]
     ]
 
 
-def _source(text: str) -> tuple[str, str]:
+def subclasses() -> dict[Named, list[Named]]:
+    """Return the subclasses that can stand in the place of a class, by that class."""
+    listed = _listed().get("subclasses", {})
+    return {_source(base): [*map(_source, subs)] for base, subs in listed.items()}
+
+
+def left_out() -> dict[Named, str]:
+    """Return the classes of which no subclass is recorded, nor themselves: each with the reason."""
+    listed = _listed().get("left-out", {})
+    return {_source(name): reason for reason, names in listed.items() for name in names}
+
+
+def _listed() -> dict[str, Any]:
+    return tomllib.loads(FACTS.read_text("utf-8"))
+
+
+def _source(text: str) -> Named:
     file, name = text.split(": ")
     return file, name
+
+
+def _overrides(sources: Iterable[Named], listed: Mapping[Named, list[Named]]) -> dict[Named, None]:
+    """The methods of these names in all subclasses, each once."""
+    found: dict[Named, None] = {}
+    for file, name in sources:
+        of, _, method = name.partition(".")
+        waiting = [*listed.get((file, of), [])] if method else []
+        for sub_file, sub in waiting:  # grows
+            found[sub_file, f"{sub}.{method}"] = None
+            waiting += listed.get((sub_file, sub), [])
+    return found
 
 
 def page() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
@@ -101,6 +163,8 @@ def _row(fact: Fact) -> tuple[str, ...]:
 def vllm_at(place: Path) -> Vllm:
     """Return the vLLM in a wheel, a source archive or a folder.  Raises OSError, and ValueError if
     it does not say which version it is."""
+    if not place.exists():
+        raise FileNotFoundError(f"{place} does not exist")
     if place.is_dir():
         return _installed(place)
     if place.suffix == ".whl":
@@ -108,8 +172,11 @@ def vllm_at(place: Path) -> Vllm:
     return Vllm(_version(place.name), _of_archive(place))
 
 
+_VERSION = re.compile(r"vllm(?:_cpu)?-(\d+\.\d+\.\d+)")
+
+
 def _version(name: str) -> str:
-    if (found := re.search(r"vllm(?:_cpu)?-(\d+\.\d+\.\d+)", name)) is None:
+    if (found := _VERSION.search(name)) is None:
         raise ValueError(f"{name} is not the name of a vLLM with its version")
     return found[1]
 
@@ -120,8 +187,11 @@ def _installed(place: Path) -> Vllm:
     home = next((home for home in homes if (home / "vllm" / "__init__.py").exists()), None)
     if home is None:
         raise FileNotFoundError(f"there is no vLLM in {place}")
-    infos = [path.name for path in home.glob("vllm*.dist-info")]
-    version = _version(min(infos, key=len) if infos else str(place.resolve()))
+    # Not those of plugins: vllm_x-9.dist-info.
+    infos = [path.name for path in home.glob("vllm*.dist-info") if _VERSION.match(path.name)]
+    if len(infos) > 1:
+        raise ValueError(f"{home} says twice which vLLM it has: {' and '.join(sorted(infos))}")
+    version = _version(infos[0] if infos else str(place.resolve()))
 
     def read(file: str) -> bytes | None:
         path = home / "vllm" / file
@@ -137,7 +207,7 @@ def _of_wheel(wheel: zipfile.ZipFile) -> Callable[[str], bytes | None]:
 
 def _of_archive(place: Path) -> Callable[[str], bytes | None]:
     """Reads the archive once: it cannot be entered in the middle."""
-    wanted = {file for fact in facts() for file, _ in fact.sources}
+    wanted = {file for fact in facts() for file, _ in fact.pinned}
     contents: dict[str, bytes] = {}
     with tarfile.open(place) as archive:
         for member in archive:
@@ -163,7 +233,7 @@ def _names() -> dict[str, dict[str, list[str]]]:
     """Per file and name the keys of the facts that rest on it."""
     names: dict[str, dict[str, list[str]]] = {}
     for fact in facts():
-        for file, name in fact.sources:
+        for file, name in fact.pinned:
             names.setdefault(file, {}).setdefault(name, []).append(fact.key)
     return names
 
@@ -174,34 +244,67 @@ def _known_file(file: str, versions: list[Vllm]) -> Mapping[str, Any]:
     for vllm in versions:
         if content := vllm.read(file):
             whole.setdefault(bytes_digest(content), []).append(vllm.version)
-    parts = {name: _known_part(file, name, versions) for name in sorted(names)}
-    return {
-        "whole": whole,
-        "parts": {name: {"facts": names[name], **known} for name, known in parts.items()},
+    parts: dict[str, Any] = {
+        name: {"facts": names[name], "digests": {}, "lines": set()} for name in sorted(names)
     }
-
-
-def _known_part(file: str, name: str, versions: list[Vllm]) -> Mapping[str, Any]:
-    known: dict[str, list[str]] = {}
-    lines = {vllm.source(file).whole_lines_digest(name) for vllm in versions}
     for vllm in versions:
-        digest = vllm.source(file).digests([name])[name]
-        known.setdefault(digest or ABSENT, []).append(vllm.version)
-    if set(known) == {ABSENT}:
-        raise ValueError(f"no version has {name} in vllm/{file} (docs/vllm-facts.toml)")
-    return {"digests": known, "lines": sorted(digest for digest in lines if digest is not None)}
+        source = vllm.source(file)
+        for name, digest in vllm.digests(file, names).items():
+            parts[name]["digests"].setdefault(digest or ABSENT, []).append(vllm.version)
+            parts[name]["lines"].add(source.whole_lines_digest(name))
+    for part in parts.values():
+        part["lines"] = sorted(part["lines"] - {None})
+    if nowhere := [name for name in parts if {*parts[name]["digests"]} == {ABSENT}]:
+        _check_expected(file, nowhere)
+    return {"whole": whole, "parts": parts}
+
+
+def _check_expected(file: str, nowhere: Iterable[str]) -> None:
+    """Raise ValueError for a source that no version has; that a subclass overrides nothing is worth
+    a record."""
+    sources = {source for fact in facts() for source in fact.sources}
+    for name in nowhere:
+        if (file, name) in sources:
+            raise ValueError(f"no version has {name} in vllm/{file} (docs/vllm-facts.toml)")
 
 
 # -- comparing
 
 
-def differences(old: Vllm, new: Vllm) -> Iterator[tuple[Fact, str, str, str]]:
-    """Yield each fact that rests on something that differs, with file, name and a diff."""
-    for fact in facts():
-        for file, name in fact.sources:
-            before, after = old.source(file), new.source(file)
-            if before.digests([name]) != after.digests([name]):
-                yield fact, file, name, _diff(before.definition(name), after.definition(name))
+class Comparison(NamedTuple):
+    """What two versions have in another way."""
+
+    differences: list[tuple[Fact, Named, str]]
+    """Each fact that rests on something that differs, with that and a diff."""
+    named: int
+    """How many functions and classes one of the versions has."""
+
+
+def comparison(old: Vllm, new: Vllm) -> Comparison:
+    """Compare what facts rest on.  Raises ValueError for a file that cannot be parsed."""
+    before, after = (
+        {
+            (file, name): digest
+            for file, names in _names().items()
+            for name, digest in vllm.digests(file, names).items()
+        }
+        for vllm in (old, new)
+    )
+
+    @cache
+    def diff(one: Named) -> str:
+        file, name = one
+        return _diff(old.source(file).definition(name), new.source(file).definition(name))
+
+    return Comparison(
+        [
+            (fact, one, diff(one))
+            for fact in facts()
+            for one in fact.pinned
+            if before[one] != after[one]
+        ],
+        sum(before[one] is not None or after[one] is not None for one in before),
+    )
 
 
 def _diff(before: str, after: str) -> str:
@@ -213,23 +316,22 @@ def _diff(before: str, after: str) -> str:
 
 def report(old: Vllm, new: Vllm) -> str:
     """Return what a person reads before kvshm is tried with a new version."""
-    found = [*differences(old, new)]
-    shown: set[tuple[str, str]] = set()
+    found, named = comparison(old, new)
+    shown: set[Named] = set()
     lines: list[str] = []
     for key in dict.fromkeys(fact.key for fact, *_ in found):
         of = [one for one in found if one[0].key == key]
         lines += [f"# {key}", f"{of[0][0].says}", f"Test: {of[0][0].tests}"]
-        for _, file, name, diff in of:
+        for _, (file, name), diff in of:
             lines.append(f"\n## {name} in vllm/{file}")
             lines.append("(shown above)" if (file, name) in shown else diff)
             shown.add((file, name))
         lines.append("")
     touched = len(dict.fromkeys(fact.key for fact, *_ in found))
-    private = [fact for fact in facts() if not fact.is_public]
+    private = sum(not fact.is_public for fact in facts())
     lines.append(
-        f"{touched} of {len(private)} facts rest on something that {new.version} has in another "
-        f"way than {old.version}: {len(shown)} of "
-        f"{len({source for fact in private for source in fact.sources})} functions and classes"
+        f"{touched} of {private} facts rest on something that {new.version} has in another "
+        f"way than {old.version}: {len(shown)} of {named} functions and classes"
     )
     return "\n".join(lines)
 

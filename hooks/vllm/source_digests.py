@@ -24,6 +24,7 @@ _BEGINS = r"[^\s#)\]}]"
 _FUNCTION, _CLASS = re.compile(r"def[ \t]+(\w+)"), re.compile(r"class[ \t]+(\w+)")
 """Not one pattern for both, nor with the line's beginning: a search begins with a literal text,
 which ``re`` looks for several times as fast."""
+_CONTINUED = re.compile(r"\\\r?\n")
 _CUT_TRIES = 8
 """How many places may look like the end of a definition before all of the file is parsed."""
 
@@ -50,9 +51,17 @@ class Source:
         return {name: _digest(found) if (found := _find(tree, name)) else None for name in names}
 
     def is_absent(self, name: str) -> bool:
-        """Return whether no line begins a definition of this name, or of the same name elsewhere;
-        parses nothing."""
-        return name.rpartition(".")[2] not in self._heads
+        """Return whether no line begins a definition of this name; parses nothing.  False also
+        where it cannot be told from a definition of the same name elsewhere."""
+        *outer, last = name.split(".")
+        if any(part not in self._heads for part in (*outer, last)):
+            return True
+        if len(outer) != 1 or (span := self._span(outer[0])) is None:
+            return False
+        begin, end = span
+        if any(begin < place.start < end for place in self._heads[last]):
+            return False
+        return _is_closed(self._text[begin : end + 1])
 
     def lines_digest(self, name: str) -> str | None:
         """Return the digest of a definition's lines as they stand, parsing nothing; None if they
@@ -115,16 +124,22 @@ class Source:
         *outer, last = name.split(".")
         heads = self._heads.get(last, [])
         if outer:
-            if len(outer) > 1 or len(classes := self._heads.get(outer[0], [])) != 1:
+            if len(outer) > 1 or (span := self._span(outer[0])) is None:
                 return None
-            begin = classes[0].head
-            # Not the end of the class, but no later method of it lies behind.
-            following = self._text.find("\nclass ", begin)
-            end = len(self._text) if following == -1 else following
+            begin, end = span
             heads = [place for place in heads if begin < place.start < end]
         if len(heads) != 1 or bool(heads[0].indent) != bool(outer):
             return None
         return heads[0]._replace(start=self._first_decorator(heads[0]))
+
+    def _span(self, of: str) -> tuple[int, int] | None:
+        """Where the methods of a class lie, if it is defined once."""
+        if len(classes := self._heads.get(of, [])) != 1:
+            return None
+        begin = classes[0].head
+        # Not the end of the class, but no later method of it lies behind.
+        following = self._text.find("\nclass ", begin)
+        return begin, len(self._text) if following == -1 else following
 
     def _first_decorator(self, head: _Place) -> int:
         line, start = _code_within(head.indent), head.start
@@ -154,6 +169,12 @@ class Source:
             yield end
         if tries < _CUT_TRIES:
             yield len(self._text)
+
+
+def _is_closed(text: str) -> bool:
+    """Whether text that begins in code ends in code, not in a string of several lines.  May be
+    wrong only where another string, or a comment, has an odd number of the string's quotes."""
+    return not (text.count('"""') % 2 or text.count("'''") % 2 or _CONTINUED.search(text))
 
 
 def _code_within(indent: str) -> re.Pattern[str]:

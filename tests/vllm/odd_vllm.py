@@ -82,6 +82,17 @@ def with_another_statement(text: str, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_another_method(text: str, of: str, name: str, first: bool) -> str:
+    """The same code, and one method more of a class: before its first, or behind its last."""
+    lines = text.splitlines()
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    scope = next(node for node in classes if node.name == of)
+    method = next(node for node in scope.body if isinstance(node, ast.FunctionDef))
+    begin = min([method.lineno, *(one.lineno for one in method.decorator_list)]) - 1
+    lines.insert(begin if first else scope.end_lineno or 0, f"    def {name}(self): return 1\n")
+    return "\n".join(lines) + "\n"
+
+
 def linked_vllm(directory: Path) -> Path:
     """Make a package of links to vLLM's files below a folder, of which a test may exchange some."""
     package = directory / "vllm"

@@ -27,7 +27,15 @@ from kvshm.hooks.vllm.admission import (
 from kvshm.hooks.vllm.source_digests import Source
 
 from .conftest import Lines
-from .odd_vllm import FILE, TOO_OLD, UNTESTED, copy_of_vllm, dotted, with_another_statement
+from .odd_vllm import (
+    FILE,
+    TOO_OLD,
+    UNTESTED,
+    copy_of_vllm,
+    dotted,
+    with_another_method,
+    with_another_statement,
+)
 
 ROOT = Path(vllm.__file__).parent
 KNOWN: Mapping[str, Any] = known_sources()["files"]
@@ -75,6 +83,93 @@ def test_a_changed_line_is_noticed_by_the_facts_that_rest_on_it(file: str, copie
         assert Difference(file, name, tuple(KNOWN[file]["parts"][name]["facts"])) in found
         # Else only what holds it, or what it holds.
         assert all(one.name.startswith(name) or name.startswith(one.name) for one in found)
+
+
+CORE, SCHEDULER = "v1/engine/core.py", "v1/core/sched/scheduler.py"
+ASYNC, MANAGERS = "v1/core/sched/async_scheduler.py", "v1/core/single_type_kv_cache_manager.py"
+CPU_WORKER, CPU_RUNNER = "v1/worker/cpu_worker.py", "v1/worker/cpu_model_runner.py"
+SLEEPS = "weights-sleep-and-wake-by-methods-of-these-names"
+RESETS = "sleep-resets-first-and-only-a-full-wake-up-resumes-steps"
+LOADS = "weights-are-loaded-by-methods-of-these-names"
+FAILS = "a-load-that-failed-leaves-its-request-as-new"
+HASHES = "the-hash-before-the-first-block-is-chosen-after-the-connectors"
+TABLES = "block-tables-are-kept-by-request"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "fact"),
+    [
+        (CORE, "EngineCoreProc.pause_scheduler", RESETS),
+        (CORE, "EngineCore.resume_scheduler", RESETS),
+        (CORE, "EngineCore.reset_prefix_cache", RESETS),
+        (CPU_WORKER, "CPUWorker.sleep", SLEEPS),
+        (CPU_WORKER, "CPUWorker.wake_up", SLEEPS),
+        (CPU_WORKER, "CPUWorker.discard", SLEEPS),
+        (CPU_RUNNER, "CPUModelRunner.load_model", LOADS),
+        (
+            CPU_RUNNER,
+            "CPUModelRunner.initialize_kv_cache",
+            "the-model-runner-registers-the-caches-itself",
+        ),
+        (
+            SCHEDULER,
+            "Scheduler._update_requests_with_invalid_blocks",
+            "an-output-is-taken-in-in-this-order",
+        ),
+        (SCHEDULER, "Scheduler._free_request", "an-importer-makes-vllm-hold-freed-blocks-back"),
+        (FILE, "BlockHashToBlockMap.insert", "own-blocks-complete-what-a-peer-holds"),
+        (FILE, "BlockHashToBlockMap.pop", "every-change-of-a-block-passes-the-wrapped-methods"),
+        ("v1/core/kv_cache_utils.py", "hash_block_tokens", HASHES),
+    ],
+)
+def test_who_does_the_work_of_a_fact_is_known(
+    file: str, name: str, fact: str, tmp_path: Path
+) -> None:
+    """Not only who is called for it: what stands in its place, and what it calls in turn."""
+    copy_of_vllm(tmp_path, [file])
+    known = {file: KNOWN[file]}
+    assert examine(tmp_path, known) == Examined()
+    (tmp_path / file).write_text(with_another_statement((ROOT / file).read_text(), name))
+    [found] = examine(tmp_path, known).different
+    assert (found.file, found.name) == (file, name)
+    assert fact in found.facts
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "fact"),
+    [
+        (ASYNC, "AsyncScheduler._free_blocks", FAILS),
+        (ASYNC, "AsyncScheduler._update_from_kv_xfer_finished", "a-load-is-reported-once"),
+        (MANAGERS, "FullAttentionManager.free", TABLES),
+        (MANAGERS, "FullAttentionManager.pop_blocks_for_free", TABLES),
+        (MANAGERS, "SlidingWindowManager.allocate_new_blocks", TABLES),
+        (CORE, "DPEngineCoreProc.pause_scheduler", RESETS),
+        (CORE, "EngineCoreProc.step", "the-core-takes-outputs-in-by-the-schedulers-own-method"),
+        (CPU_WORKER, "CPUWorker.update_weights", LOADS),
+        ("v1/worker/cpu/model_runner.py", "CPUModelRunner.load_model", LOADS),
+        (
+            "v1/core/kv_cache_coordinator.py",
+            "UnitaryKVCacheCoordinator.cache_blocks",
+            "blocks-are-hashed-when-they-are-scheduled",
+        ),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_subclass_that_overrides_a_method_is_noticed(
+    file: str, name: str, fact: str, first: bool, tmp_path: Path
+) -> None:
+    """Though its class had none, and others in the file have one of that name."""
+    copy_of_vllm(tmp_path, [file])
+    known = {file: {**KNOWN[file], "whole": {}}}
+    assert examine(tmp_path, known) == Examined()
+    assert {*KNOWN[file]["parts"][name]["digests"]} == {ABSENT}
+    of, method = name.split(".")
+    text = with_another_method((ROOT / file).read_text(), of, method, first)
+    (tmp_path / file).write_text(text)
+    assert examine(tmp_path, known).different == (
+        Difference(file, name, tuple(KNOWN[file]["parts"][name]["facts"])),
+    )
+    assert fact in KNOWN[file]["parts"][name]["facts"]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -255,4 +350,3 @@ def test_every_digest_is_of_tested_versions() -> None:
         for part in known["parts"].values():
             of = [version for versions in part["digests"].values() for version in versions]
             assert sorted({*of}) == sorted(TESTED)
-            assert {*part["digests"]} != {ABSENT}
