@@ -1,0 +1,150 @@
+"""The text of a module without the definitions that say nothing about some names.
+
+Parsing all of vLLM's source takes far too long for each start of an engine; what is left here is
+little, and says the same of these names as the whole.  Pure: nothing is parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+_SINGLE = r"""
+    " (?!"") [^"\\\n]*+ (?: \\. [^"\\\n]*+ )*+ "
+  | ' (?!'') [^'\\\n]*+ (?: \\. [^'\\\n]*+ )*+ '
+"""
+_TRIPLE = r'''
+    """ [^"\\]*+ (?: (?: \\. | " (?!"") ) [^"\\]*+ )*+ """
+  | \'\'\' [^'\\]*+ (?: (?: \\. | ' (?!'') ) [^'\\]*+ )*+ \'\'\'
+'''
+_TOKEN = re.compile(
+    rf"""\# [^\n]* |{_TRIPLE}|{_SINGLE}| \\ \n | " | ' | \\""", re.DOTALL | re.VERBOSE
+)
+"""A comment, a string, a line that goes on; else a quote or backslash that begins none of them.
+Each alternative begins with a letter: ``re`` then looks for these several times as fast."""
+_WHOLE_FIELDS = re.compile(
+    r"""(?: [^{}] | \{\{ | \}\}
+          | \{ (?: [^{}'"] | '[^'{}]*' | "[^"{}]*" | \{ [^{}'"]* \} )*+ \} )*+""",
+    re.DOTALL | re.VERBOSE,
+)
+"""What is between the quotes of a format, if all its fields end there."""
+_INDENTS_OTHERWISE = "\t\f\v\0\r"
+"""A file with one of these is not cut: tabs and form feeds count in ways of their own."""
+_HEAD = re.compile(r"\n( *)(?:async +)?(def|class) +([A-Za-z0-9_]+) *[\[(:]")
+"""``def`` and ``class`` begin a statement wherever they begin a line outside of strings."""
+_LINE_END_INSIDE = "\0"
+"""Stands for the end of a line within a string, or within a statement after a backslash."""
+_DROPPED = "def _(): 0"
+"""Stands for a definition; decorators before it stay, and apply to this."""
+
+
+class Outline:
+    """A module's text, of which parts can be left out."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def of(self, names: Iterable[str]) -> str | None:
+        """Return the text without what says nothing about these dotted names; None if that cannot
+        be told for sure.
+
+        Left out are comments, blank lines, and all definitions of other names that cannot bind
+        these.  What is left may fail to parse where brackets go on further left than their
+        statement: then only the whole text says what it defines.
+        """
+        if (code := self._code) is None:
+            return None
+        kept = "".join(_kept(code, _Wanted.of(names)))
+        return kept.replace(_LINE_END_INSIDE, "\n").removeprefix("\n")
+
+    @cached_property
+    def _code(self) -> str | None:
+        """The text without comments and blank lines, of which each line that begins within a
+        string or after a backslash is joined to the one before; None if that cannot be told."""
+        if any(letter in self._text for letter in _INDENTS_OTHERWISE):
+            return None
+        pieces: list[str] = ["\n"]
+        end = 0
+        for found in _TOKEN.finditer(self._text):
+            token, before = found[0], self._text[end : found.start()]
+            end = found.end()
+            # Not ASCII: Python reads some letters as others.
+            if not before.isascii() or len(token) == 1 and token != "#":
+                return None
+            if token[0] == "#":
+                pieces.append(before.rstrip(" "))
+                continue
+            if "{" in token and not _ends_here(before, token):
+                return None
+            pieces += before, token.replace("\n", _LINE_END_INSIDE)
+        pieces += self._text[end:], "\n"
+        return re.sub("\n\n+", "\n", "".join(pieces)) if pieces[-2].isascii() else None
+
+
+class _Wanted(NamedTuple):
+    """What must be kept."""
+
+    inside: frozenset[str]
+    """Classes of which parts are wanted."""
+    whole: frozenset[str]
+    binds: re.Pattern[str]
+    """Matches what binds a wanted name from within a definition of another."""
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> _Wanted:
+        parts = [name.split(".") for name in names]
+        any_of = "|".join(sorted({part for path in parts for part in path}))
+        return cls(
+            frozenset(part for path in parts for part in path[:-1]),
+            frozenset(path[-1] for path in parts),
+            re.compile(rf"\b(?:{any_of})[ \\\0\n]*:=|\bglobal\b[^\n]*\b(?:{any_of})\b"),
+        )
+
+    def may_be_bound(self, code: str, start: int, end: int) -> bool:
+        """Whether a definition of something else binds a wanted name."""
+        # Looked for first because it is fast.
+        may = code.find(":=", start, end) != -1 or code.find("global", start, end) != -1
+        return may and self.binds.search(code, start, end) is not None
+
+
+def _kept(code: str, wanted: _Wanted) -> Iterator[str]:
+    """Yield the pieces that stay."""
+    written = begin = 0
+    while found := _HEAD.search(code, begin):
+        _, indent = found.span(1)
+        depth, (kind, name) = indent - found.start() - 1, found.group(2, 3)
+        begin = found.end()
+        if name in wanted.whole:
+            # Nothing within it is left out.  Not only up to its end, which is not known for sure.
+            begin = _next_head(code, begin, depth)
+        elif kind == "def" or name not in wanted.inside:
+            end = _end(code, begin, depth)
+            if wanted.may_be_bound(code, found.start(), end):
+                begin = _next_head(code, begin, depth)
+                continue
+            yield code[written : found.start()]
+            yield f"\n{' ' * depth}{_DROPPED}"
+            written = begin = end
+    yield code[written:]
+
+
+def _next_head(code: str, begin: int, depth: int) -> int:
+    found = re.compile(rf"\n {{0,{depth}}}(?:async +)?(?:def|class) ").search(code, begin)
+    return len(code) if found is None else found.start()
+
+
+def _end(code: str, begin: int, depth: int) -> int:
+    """Where a definition ends: before a line that stands no deeper, but for a bracket's end."""
+    found = re.compile(rf"\n {{0,{depth}}}[^ \n)\]}}]").search(code, begin)
+    return len(code) if found is None else found.start()
+
+
+def _ends_here(before: str, token: str) -> bool:
+    """Whether a string ends where it seems to: in Python 3.12 a format may have its own quotes
+    within its fields."""
+    if not {*before[-2:].lower()} & {"f", "t"}:
+        return True
+    quotes = 3 if token.startswith(token[0] * 3) else 1
+    return _WHOLE_FIELDS.fullmatch(token, quotes, len(token) - quotes) is not None
