@@ -58,7 +58,7 @@ class Vllm(NamedTuple):
 
     def source(self, file: str) -> Source:
         """Return a file, as an empty one if there is none."""
-        return Source((self.read(file) or b"").decode())
+        return Source.decoded(self.read(file) or b"")
 
 
 def facts() -> list[Fact]:
@@ -171,25 +171,26 @@ def _names() -> dict[str, dict[str, list[str]]]:
 def _known_file(file: str, versions: list[Vllm]) -> Mapping[str, Any]:
     names = _names()[file]
     whole: dict[str, list[str]] = {}
+    outline: dict[str, list[str]] = {}
+    parts: dict[str, dict[str, list[str]]] = {name: {} for name in sorted(names)}
     for vllm in versions:
+        source = vllm.source(file)
         if content := vllm.read(file):
             whole.setdefault(bytes_digest(content), []).append(vllm.version)
-    parts = {name: _known_part(file, name, versions) for name in sorted(names)}
+            if (digest := source.outline_digest(names)) is not None:
+                outline.setdefault(digest, []).append(vllm.version)
+        for name, digest in source.whole_digests(parts).items():
+            parts[name].setdefault(digest or ABSENT, []).append(vllm.version)
+    for name, known in parts.items():
+        if set(known) == {ABSENT}:
+            raise ValueError(f"no version has {name} in vllm/{file} (docs/vllm-facts.toml)")
     return {
         "whole": whole,
-        "parts": {name: {"facts": names[name], **known} for name, known in parts.items()},
+        "outline": outline,
+        "parts": {
+            name: {"facts": names[name], "digests": known} for name, known in parts.items()
+        },
     }
-
-
-def _known_part(file: str, name: str, versions: list[Vllm]) -> Mapping[str, Any]:
-    known: dict[str, list[str]] = {}
-    lines = {vllm.source(file).whole_lines_digest(name) for vllm in versions}
-    for vllm in versions:
-        digest = vllm.source(file).digests([name])[name]
-        known.setdefault(digest or ABSENT, []).append(vllm.version)
-    if set(known) == {ABSENT}:
-        raise ValueError(f"no version has {name} in vllm/{file} (docs/vllm-facts.toml)")
-    return {"digests": known, "lines": sorted(digest for digest in lines if digest is not None)}
 
 
 # -- comparing

@@ -24,6 +24,8 @@ _BIND_ANY = frozenset({"globals", "locals", "vars", "exec"})
 """Functions by which any name may be bound."""
 _BIND_ATTRIBUTES = frozenset({"setattr", "delattr"})
 
+_GLOBAL = re.compile(r"[\n;:][ \t\f]*global\b")
+
 Condition = tuple[str, tuple[ast.AST, ...]]
 """A branch of a statement, and what decides whether it runs."""
 
@@ -54,8 +56,8 @@ class Scope:
         """Parse a module.  Raises SyntaxError, and RecursionError and MemoryError for what is
         nested too deeply; for a NUL byte ValueError up to Python 3.11.3."""
         tree = ast.parse(text)
-        # To look for it in all functions takes long.
-        declared = _declared_global(tree) if re.search(r"\bglobal\b", text) else ()
+        # Looked for first: walking through all functions takes long.
+        declared = _declared_global(tree) if _GLOBAL.search(text) else ()
         return cls([*_of_statements(tree.body, ()), *declared])
 
     def of_class(self, node: ast.ClassDef) -> Scope:
@@ -76,7 +78,9 @@ class Scope:
 
     def definitions(self) -> Iterator[Definition]:
         """Yield all functions and classes."""
-        return (one.node for one in self._all if isinstance(one.node, DEFINITIONS))
+        for names, _, node in self._all:
+            if isinstance(node, DEFINITIONS) and node.name in names:
+                yield node
 
 
 def _declared_global(tree: ast.Module) -> Iterator[Binding]:

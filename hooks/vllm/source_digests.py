@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 
 from .source_bindings import ANY, Scope
@@ -158,24 +158,27 @@ def _write_head(node: ast.ClassDef, put: Callable[[str], None]) -> None:
 def _write(node: ast.AST, put: Callable[[str], None]) -> None:
     """Write a node without what Python's versions have in different ways: ``ast.dump`` differs
     between them, and so does the set of fields, where new ones are empty in older code."""
-    put(type(node).__name__)
-    put("(")
-    for name in node._fields:
-        if name in _WITHOUT_MEANING:
-            continue
+    kind = type(node)
+    put(f"{kind.__name__}(")
+    for name in _fields(kind):
         value = getattr(node, name, None)
-        if type(node) is ast.JoinedStr:
-            value = [part for part in node.values if not _is_empty_text(part)]
         if isinstance(value, ast.AST):
             put(name)
             _write(value, put)
         elif isinstance(value, list):
+            if kind is ast.JoinedStr:
+                value = [part for part in value if not _is_empty_text(part)]
             if value:
                 put(name)
                 _write_list(value, put)
-        elif value is not None or type(node) is ast.Constant:
+        elif value is not None or kind is ast.Constant:
             put(f"{name}={value!a},")
     put(")")
+
+
+@cache
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    return (*(name for name in kind._fields if name not in _WITHOUT_MEANING),)
 
 
 def _write_list(values: list[object], put: Callable[[str], None]) -> None:

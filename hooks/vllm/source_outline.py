@@ -34,6 +34,8 @@ _INDENTS_OTHERWISE = "\t\f\v\0\r"
 """A file with one of these is not cut: tabs and form feeds count in ways of their own."""
 _HEAD = re.compile(r"\n( *)(?:async +)?(def|class) +([A-Za-z0-9_]+) *[\[(:]")
 """``def`` and ``class`` begin a statement wherever they begin a line outside of strings."""
+_IMPORT = re.compile(r"\n(?:import|from [.\w]+ import) [^\n(*]*(?:\([^)*]*\))?(?=\n)")
+"""An import of names at the margin, with what follows it in the same line."""
 _LINE_END_INSIDE = "\0"
 """Stands for the end of a line within a string, or within a statement after a backslash."""
 _DROPPED = "def _(): 0"
@@ -50,13 +52,15 @@ class Outline:
         """Return the text without what says nothing about these dotted names; None if that cannot
         be told for sure.
 
-        Left out are comments, blank lines, and all definitions of other names that cannot bind
-        these.  What is left may fail to parse where brackets go on further left than their
+        Left out are comments, blank lines, and all imports and definitions of other names that
+        cannot bind these.  What is left may fail to parse where brackets go on further left than their
         statement: then only the whole text says what it defines.
         """
         if (code := self._code) is None:
             return None
-        kept = "".join(_kept(code, _Wanted.of(names)))
+        wanted = _Wanted.of(names)
+        code = _IMPORT.sub(lambda found: found[0] if wanted.any.search(found[0]) else "", code)
+        kept = "".join(_kept(code, wanted))
         return kept.replace(_LINE_END_INSIDE, "\n").removeprefix("\n")
 
     @cached_property
@@ -89,6 +93,8 @@ class _Wanted(NamedTuple):
     inside: frozenset[str]
     """Classes of which parts are wanted."""
     whole: frozenset[str]
+    any: re.Pattern[str]
+    """Matches a part of a wanted name."""
     binds: re.Pattern[str]
     """Matches what binds a wanted name from within a definition of another."""
 
@@ -99,6 +105,7 @@ class _Wanted(NamedTuple):
         return cls(
             frozenset(part for path in parts for part in path[:-1]),
             frozenset(path[-1] for path in parts),
+            re.compile(rf"\b(?:{any_of})\b"),
             re.compile(rf"\b(?:{any_of})[ \\\0\n]*:=|\bglobal\b[^\n]*\b(?:{any_of})\b"),
         )
 
@@ -113,8 +120,7 @@ def _kept(code: str, wanted: _Wanted) -> Iterator[str]:
     """Yield the pieces that stay."""
     written = begin = 0
     while found := _HEAD.search(code, begin):
-        _, indent = found.span(1)
-        depth, (kind, name) = indent - found.start() - 1, found.group(2, 3)
+        depth, kind, name = len(found[1]), found[2], found[3]
         begin = found.end()
         if name in wanted.whole:
             # Nothing within it is left out.  Not only up to its end, which is not known for sure.
