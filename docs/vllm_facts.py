@@ -187,9 +187,7 @@ def _known_file(file: str, versions: list[Vllm]) -> Mapping[str, Any]:
     return {
         "whole": whole,
         "outline": outline,
-        "parts": {
-            name: {"facts": names[name], "digests": known} for name, known in parts.items()
-        },
+        "parts": {name: {"facts": names[name], "digests": known} for name, known in parts.items()},
     }
 
 

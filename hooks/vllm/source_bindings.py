@@ -173,22 +173,17 @@ def _of_expression(node: ast.AST, under: tuple[Condition, ...]) -> Iterator[Bind
 
 def _bound_by(node: ast.AST) -> Iterator[str]:
     """What one node binds or may change."""
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Call):
+        yield from _changed_by_call(node)
+    elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         if not isinstance(node.ctx, ast.Load):
-            yield node.id
-    elif isinstance(node, ast.Attribute | ast.Subscript):
-        if not isinstance(node.ctx, ast.Load) and (name := _changed(node)):
-            yield name
+            yield from filter(None, [node.id if isinstance(node, ast.Name) else _changed(node)])
         if isinstance(node, ast.Attribute) and node.attr == "modules":  # sys.modules[__name__]
             yield ANY
-    elif isinstance(node, ast.Call):
-        yield from _changed_by_call(node)
     elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
-        if node.name is not None:
-            yield node.name
+        yield from filter(None, [node.name])
     elif isinstance(node, ast.MatchMapping):
-        if node.rest is not None:
-            yield node.rest
+        yield from filter(None, [node.rest])
 
 
 def _changed(node: ast.expr) -> str | None:

@@ -17,7 +17,9 @@ from .source_outline import Outline
 
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})
 """Fields of nodes: ``ctx`` follows from the place, ``kind`` is the u of u"text"."""
-_OTHER_ENCODING = re.compile(rb"(?:[^\n]*\n)?[ \t\f]*#[^\n]*?coding[:=][ \t]*(?!utf-?8\b)", re.I)
+_OTHER_ENCODING = re.compile(
+    rb"(?:[^\n]*\n)?[ \t\f]*#[^\n]*?coding[:=][ \t]*+(?=[-\w.])(?!utf[-_]?8\b)", re.IGNORECASE
+)
 """A comment in the first two lines by which Python reads a file as something else than UTF-8."""
 
 
@@ -158,27 +160,28 @@ def _write_head(node: ast.ClassDef, put: Callable[[str], None]) -> None:
 def _write(node: ast.AST, put: Callable[[str], None]) -> None:
     """Write a node without what Python's versions have in different ways: ``ast.dump`` differs
     between them, and so does the set of fields, where new ones are empty in older code."""
-    kind = type(node)
-    put(f"{kind.__name__}(")
+    kind = type(node).__name__
+    put(f"{kind}(")
     for name in _fields(kind):
         value = getattr(node, name, None)
         if isinstance(value, ast.AST):
             put(name)
             _write(value, put)
         elif isinstance(value, list):
-            if kind is ast.JoinedStr:
+            if kind == "JoinedStr":
                 value = [part for part in value if not _is_empty_text(part)]
             if value:
                 put(name)
                 _write_list(value, put)
-        elif value is not None or kind is ast.Constant:
+        elif value is not None or kind == "Constant":
             put(f"{name}={value!a},")
     put(")")
 
 
 @cache
-def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    return (*(name for name in kind._fields if name not in _WITHOUT_MEANING),)
+def _fields(kind: str) -> tuple[str, ...]:
+    fields: tuple[str, ...] = getattr(ast, kind)._fields
+    return (*(name for name in fields if name not in _WITHOUT_MEANING),)
 
 
 def _write_list(values: list[object], put: Callable[[str], None]) -> None:

@@ -24,6 +24,7 @@ _TOKEN = re.compile(
 )
 """A comment, a string, a line that goes on; else a quote or backslash that begins none of them.
 Each alternative begins with a letter: ``re`` then looks for these several times as fast."""
+_BEGINS_NONE = frozenset("\"'\\")
 _WHOLE_FIELDS = re.compile(
     r"""(?: [^{}] | \{\{ | \}\}
           | \{ (?: [^{}'"] | '[^'{}]*' | "[^"{}]*" | \{ [^{}'"]* \} )*+ \} )*+""",
@@ -39,7 +40,8 @@ _IMPORT = re.compile(r"\n(?:import|from [.\w]+ import) [^\n(*]*(?:\([^)*]*\))?(?
 _LINE_END_INSIDE = "\0"
 """Stands for the end of a line within a string, or within a statement after a backslash."""
 _DROPPED = "def _(): 0"
-"""Stands for a definition; decorators before it stay, and apply to this."""
+"""Stands for a definition that may be decorated, or all that a block has: decorators stay, and
+apply to this."""
 
 
 class Outline:
@@ -53,15 +55,15 @@ class Outline:
         be told for sure.
 
         Left out are comments, blank lines, and all imports and definitions of other names that
-        cannot bind these.  What is left may fail to parse where brackets go on further left than their
-        statement: then only the whole text says what it defines.
+        cannot bind these.  What is left may fail to parse, for instance where brackets go on
+        further left than their statement: then only the whole text says what it defines.
         """
         if (code := self._code) is None:
             return None
         wanted = _Wanted.of(names)
         code = _IMPORT.sub(lambda found: found[0] if wanted.any.search(found[0]) else "", code)
         kept = "".join(_kept(code, wanted))
-        return kept.replace(_LINE_END_INSIDE, "\n").removeprefix("\n")
+        return kept.replace(_LINE_END_INSIDE, "\n").strip("\n") + "\n"
 
     @cached_property
     def _code(self) -> str | None:
@@ -75,7 +77,7 @@ class Outline:
             token, before = found[0], self._text[end : found.start()]
             end = found.end()
             # Not ASCII: Python reads some letters as others.
-            if not before.isascii() or len(token) == 1 and token != "#":
+            if not before.isascii() or token in _BEGINS_NONE:
                 return None
             if token[0] == "#":
                 pieces.append(before.rstrip(" "))
@@ -118,22 +120,30 @@ class _Wanted(NamedTuple):
 
 def _kept(code: str, wanted: _Wanted) -> Iterator[str]:
     """Yield the pieces that stay."""
-    written = begin = 0
+    written = begin = end = 0
     while found := _HEAD.search(code, begin):
+        last, begin = end, found.end()
+        end = found.end(3)
         depth, kind, name = len(found[1]), found[2], found[3]
-        begin = found.end()
         if name in wanted.whole:
             # Nothing within it is left out.  Not only up to its end, which is not known for sure.
             begin = _next_head(code, begin, depth)
         elif kind == "def" or name not in wanted.inside:
-            end = _end(code, begin, depth)
-            if wanted.may_be_bound(code, found.start(), end):
+            stop = _end(code, begin, depth)
+            if wanted.may_be_bound(code, found.start(), stop):
                 begin = _next_head(code, begin, depth)
                 continue
             yield code[written : found.start()]
-            yield f"\n{' ' * depth}{_DROPPED}"
-            written = begin = end
+            if _needs_statement(code[last : found.start()], found[1]):
+                yield f"\n{found[1]}{_DROPPED}"
+            written = begin = end = stop
     yield code[written:]
+
+
+def _needs_statement(before: str, indent: str) -> bool:
+    """Whether what stands between a definition and the one before may be part of it, or have
+    nothing else in its block."""
+    return f"\n{indent}@" in before or before.rstrip(" ").endswith(":")
 
 
 def _next_head(code: str, begin: int, depth: int) -> int:
