@@ -18,7 +18,8 @@ from .source_outline import Outline
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})
 """Fields of nodes: ``ctx`` follows from the place, ``kind`` is the u of u"text"."""
 _OTHER_ENCODING = re.compile(
-    rb"(?:[^\n]*\n)?[ \t\f]*#[^\n]*?coding[:=][ \t]*+(?=[-\w.])(?!utf[-_]?8\b)", re.IGNORECASE
+    rb"(?:[ \t\f]*(?:#[^\n]*)?\n)?[ \t\f]*#[^\n]*?coding[:=][ \t]*+(?=[-\w.])(?!utf[-_]?8\b)",
+    re.IGNORECASE,
 )
 """A comment in the first two lines by which Python reads a file as something else than UTF-8."""
 
