@@ -39,6 +39,14 @@ class Binding(NamedTuple):
     """The conditions under which it runs, the outermost first."""
     node: ast.AST
 
+    def binds(self, path: list[str]) -> bool:
+        """Whether it may give something to the dotted name of these parts, and not only change
+        what has been given."""
+        if self.names & {".".join(path[:2]), ANY}:
+            return True
+        is_function = isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef)
+        return path[0] in self.names and not is_function  # of which there are no parts
+
 
 class Scope:
     """What the statements of a module or class bind, in their order."""
@@ -178,7 +186,7 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         if not isinstance(node.ctx, ast.Load):
             yield from filter(None, [node.id if isinstance(node, ast.Name) else _changed(node)])
-        if isinstance(node, ast.Attribute) and node.attr == "modules":  # sys.modules[__name__]
+        if _changed(node) == "sys.modules":  # sys.modules[__name__]
             yield ANY
     elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
         yield from filter(None, [node.name])

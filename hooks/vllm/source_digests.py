@@ -35,6 +35,9 @@ class Source:
     def __init__(self, text: str) -> None:
         # As Python reads it.
         self._text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+        self._outlines = Outline(self._text)
+        self._cut: tuple[tuple[str, ...], str | None] | None = None
+        """The names of the last outline, and this."""
 
     @classmethod
     def decoded(cls, content: bytes) -> Source:
@@ -49,8 +52,8 @@ class Source:
 
         Parses what concerns these names.  Raises SyntaxError, and what ``whole_digests`` raises.
         """
-        names = [*names]
-        if (outline := self._outline.of(names)) is not None:
+        names = (*names,)
+        if (outline := self._outline(names)) is not None:
             try:
                 return _digests(Scope.of_module(outline), names)
             except (SyntaxError, ValueError):
@@ -71,7 +74,7 @@ class Source:
 
         Whatever other source has it has the same ``digests`` of these names.
         """
-        outline = self._outline.of(names)
+        outline = self._outline((*names,))
         return None if outline is None else bytes_digest(outline.encode())
 
     def definition(self, name: str) -> str:
@@ -88,9 +91,10 @@ class Source:
         Raises SyntaxError."""
         return list(dict.fromkeys(_names(self._scope, "")))
 
-    @cached_property
-    def _outline(self) -> Outline:
-        return Outline(self._text)
+    def _outline(self, names: tuple[str, ...]) -> str | None:
+        if self._cut is None or self._cut[0] != names:
+            self._cut = names, self._outlines.of(names)
+        return self._cut[1]
 
     @cached_property
     def _scope(self) -> Scope:
@@ -134,8 +138,9 @@ def _digest(scope: Scope, path: list[str]) -> str | None:
 def _write_bindings(scope: Scope, path: list[str], put: Callable[[str], None]) -> bool:
     """Write what concerns a name; return whether any of it binds the name."""
     is_bound = False
-    for names, under, node in scope.bindings(path):
-        for kind, deciding in under:
+    for binding in scope.bindings(path):
+        node = binding.node
+        for kind, deciding in binding.under:
             put(f"{kind}:")
             for one in deciding:
                 _write(one, put)
@@ -146,7 +151,7 @@ def _write_bindings(scope: Scope, path: list[str], put: Callable[[str], None]) -
             put("}")
         else:
             _write(node, put)
-            is_bound |= not names.isdisjoint({path[0], ".".join(path[:2]), ANY})
+            is_bound |= binding.binds(path)
     return is_bound
 
 

@@ -27,7 +27,7 @@ Each alternative begins with a letter: ``re`` then looks for these several times
 _BEGINS_NONE = frozenset("\"'\\")
 _WHOLE_FIELDS = re.compile(
     r"""(?: [^{}] | \{\{ | \}\}
-          | \{ (?: [^{}'"] | '[^'{}]*' | "[^"{}]*" | \{ [^{}'"]* \} )*+ \} )*+""",
+          | \{ (?: [^{}'"#] | '[^'{}#]*' | "[^"{}#]*" | \{ [^{}'"#]* \} )*+ \} )*+""",
     re.DOTALL | re.VERBOSE,
 )
 """What is between the quotes of a format, if all its fields end there."""
@@ -35,8 +35,13 @@ _INDENTS_OTHERWISE = "\t\f\v\0\r"
 """A file with one of these is not cut: tabs and form feeds count in ways of their own."""
 _HEAD = re.compile(r"\n( *)(?:async +)?(def|class) +([A-Za-z0-9_]+) *[\[(:]")
 """``def`` and ``class`` begin a statement wherever they begin a line outside of strings."""
-_IMPORT = re.compile(r"\n(?:import|from [.\w]+ import) [^\n(*]*(?:\([^)*]*\))?(?=\n)")
-"""An import of names at the margin, with what follows it in the same line."""
+_IMPORT = re.compile(r"\n(?:import|from [.\w]+ import) [^\n(*;]*(?:\([^)*]*\))?(?=\n)")
+"""An import of names at the margin."""
+_BINDS_OUTSIDE = re.compile(r":=|global\b[^\n]*")
+"""What binds a name of the module from within a definition."""
+_NEAR = 200
+"""Letters."""
+_WORD = re.compile(r"\w+")
 _LINE_END_INSIDE = "\0"
 """Stands for the end of a line within a string, or within a statement after a backslash."""
 _DROPPED = "def _(): 0"
@@ -61,7 +66,7 @@ class Outline:
         if (code := self._code) is None:
             return None
         wanted = _Wanted.of(names)
-        code = _IMPORT.sub(lambda found: found[0] if wanted.any.search(found[0]) else "", code)
+        code = _IMPORT.sub(lambda found: found[0] if wanted.is_any_in(found[0]) else "", code)
         kept = "".join(_kept(code, wanted))
         return kept.replace(_LINE_END_INSIDE, "\n").strip("\n") + "\n"
 
@@ -95,27 +100,30 @@ class _Wanted(NamedTuple):
     inside: frozenset[str]
     """Classes of which parts are wanted."""
     whole: frozenset[str]
-    any: re.Pattern[str]
-    """Matches a part of a wanted name."""
-    binds: re.Pattern[str]
-    """Matches what binds a wanted name from within a definition of another."""
 
     @classmethod
     def of(cls, names: Iterable[str]) -> _Wanted:
-        parts = [name.split(".") for name in names]
-        any_of = "|".join(sorted({part for path in parts for part in path}))
+        paths = [name.split(".") for name in names]
         return cls(
-            frozenset(part for path in parts for part in path[:-1]),
-            frozenset(path[-1] for path in parts),
-            re.compile(rf"\b(?:{any_of})\b"),
-            re.compile(rf"\b(?:{any_of})[ \\\0\n]*:=|\bglobal\b[^\n]*\b(?:{any_of})\b"),
+            frozenset(part for path in paths for part in path[:-1]),
+            frozenset(path[-1] for path in paths),
         )
 
+    def is_any_in(self, text: str) -> bool:
+        words = _WORD.findall(text)
+        return not (self.inside.isdisjoint(words) and self.whole.isdisjoint(words))
+
     def may_be_bound(self, code: str, start: int, end: int) -> bool:
-        """Whether a definition of something else binds a wanted name."""
-        # Looked for first because it is fast.
-        may = code.find(":=", start, end) != -1 or code.find("global", start, end) != -1
-        return may and self.binds.search(code, start, end) is not None
+        """Whether a definition of something else may bind a wanted name."""
+        for found in _BINDS_OUTSIDE.finditer(code, start, end):
+            names = found[0]
+            if names == ":=":
+                # The word before; further away is none.
+                before = code[max(start, found.start() - _NEAR) : found.start()]
+                names = "".join(_WORD.findall(before)[-1:])
+            if not names or self.is_any_in(names):
+                return True
+        return False
 
 
 def _kept(code: str, wanted: _Wanted) -> Iterator[str]:
@@ -125,10 +133,10 @@ def _kept(code: str, wanted: _Wanted) -> Iterator[str]:
         last, begin = end, found.end()
         end = found.end(3)
         depth, kind, name = len(found[1]), found[2], found[3]
-        if name in wanted.whole:
+        if name in wanted.whole or (kind == "def" and name in wanted.inside):
             # Nothing within it is left out.  Not only up to its end, which is not known for sure.
             begin = _next_head(code, begin, depth)
-        elif kind == "def" or name not in wanted.inside:
+        elif name not in wanted.inside:
             stop = _end(code, begin, depth)
             if wanted.may_be_bound(code, found.start(), stop):
                 begin = _next_head(code, begin, depth)

@@ -130,6 +130,8 @@ def deeper(text: str, indent: str = "    ") -> str:
         "def \\\npinned(key): return key",
         "async \\\ndef pinned(key): return key",
         "one = 1; pinned = 2",
+        "import os; exec(one)",
+        "import os; pinned = 2",
     ],
 )
 def test_what_replaces_a_function_counts(after: str) -> None:
@@ -153,6 +155,8 @@ def test_what_replaces_a_function_counts(after: str) -> None:
         "patch(Pool)",
         "patched = patch(one, of=Pool)",
         "Pool = patched(Pool)",
+        "def Pool(): return one",
+        "async def Pool(): return one",
         "class Pool(Pool): pass",
         "class Pool(Pool):\n    def method(self): return 1",
         "from vllm.native import Pool",

@@ -233,6 +233,7 @@ def test_line_ends_are_as_python_reads_them(end: str) -> None:
         # Python 3.12 takes the same quotes within a field.
         'y = f"{x["a"]}"\n',
         'y = f"{\'}\' + x["a"]}"\n',
+        "y = f'''{x # }\n + \"'''\" }''' + \"\"\n",
         'y = f"{ """\ndef get(): 1\n""" }"\n',
     ],
 )
