@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property
 from hashlib import sha256
 
-from .source_bindings import ANY, Scope
+from .source_bindings import Scope
 from .source_outline import Outline
 
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})
