@@ -85,7 +85,7 @@ class Vllm(NamedTuple):
         for a file that this Python cannot read or parse."""
         source = self.source(file)
         try:
-            return source.digests(names)
+            return source.whole_digests(names)
         except (SyntaxError, ValueError) as exc:  # a NUL byte, to Python 3.11.3
             raise ValueError(f"{self._place(file)} cannot be parsed: {exc}") from exc
 
@@ -241,22 +241,23 @@ def _names() -> dict[str, dict[str, list[str]]]:
 def _known_file(file: str, versions: list[Vllm]) -> Mapping[str, Any]:
     names = _names()[file]
     whole: dict[str, list[str]] = {}
-    for vllm in versions:
-        if content := vllm.read(file):
-            whole.setdefault(bytes_digest(content), []).append(vllm.version)
-    parts: dict[str, Any] = {
-        name: {"facts": names[name], "digests": {}, "lines": set()} for name in sorted(names)
-    }
+    outline: dict[str, list[str]] = {}
+    parts: dict[str, dict[str, list[str]]] = {name: {} for name in sorted(names)}
     for vllm in versions:
         source = vllm.source(file)
-        for name, digest in vllm.digests(file, names).items():
-            parts[name]["digests"].setdefault(digest or ABSENT, []).append(vllm.version)
-            parts[name]["lines"].add(source.whole_lines_digest(name))
-    for part in parts.values():
-        part["lines"] = sorted(part["lines"] - {None})
-    if nowhere := [name for name in parts if {*parts[name]["digests"]} == {ABSENT}]:
+        if content := vllm.read(file):
+            whole.setdefault(bytes_digest(content), []).append(vllm.version)
+            if (digest := source.outline_digest(names)) is not None:
+                outline.setdefault(digest, []).append(vllm.version)
+        for name, digest in vllm.digests(file, parts).items():
+            parts[name].setdefault(digest or ABSENT, []).append(vllm.version)
+    if nowhere := [name for name, known in parts.items() if {*known} == {ABSENT}]:
         _check_expected(file, nowhere)
-    return {"whole": whole, "parts": parts}
+    return {
+        "whole": whole,
+        "outline": outline,
+        "parts": {name: {"facts": names[name], "digests": known} for name, known in parts.items()},
+    }
 
 
 def _check_expected(file: str, nowhere: Iterable[str]) -> None:

@@ -90,9 +90,10 @@ def admit(allowed: bool) -> Admission:
 @cache
 def known_sources() -> Mapping[str, Any]:
     """Return what ``known_sources.json`` says: ``versions`` that were tested; ``files``, each with
-    the digests of all of it (``whole``), and per function and class (``parts``) the ``facts`` that
-    rest on it, its ``digests``, each with the versions that have it, and those of its lines as they
-    stand (``lines``), which are faster to compute.  Raises RuntimeError for a damaged file."""
+    the digests of all of it (``whole``) and of what is not left out of it (``outline``), which are
+    fast to compute, and per function and class (``parts``) the ``facts`` that rest on it and its
+    ``digests``.  Each digest has the versions that have it.  Raises RuntimeError for a damaged
+    file."""
     try:
         known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
         next(iter(known["files"])), known["versions"][0]  # neither is empty
@@ -149,30 +150,21 @@ def _differences(
     if bytes_digest(content) in known["whole"]:
         return []
     return [
-        Difference(file, name, tuple(parts[name]["facts"]))
-        for name in _unknown(Source(content.decode(errors="replace")), parts)
+        Difference(file, name, tuple(parts[name]["facts"])) for name in _unknown(content, known)
     ]
 
 
-def _unknown(source: Source, parts: Mapping[str, Any]) -> list[str]:
-    """Return the names of which the source has what no tested version has."""
-    unsure = [name for name, known in parts.items() if not _is_known(source, name, known)]
-    if not unsure:
-        return []
+def _unknown(content: bytes, known: Mapping[str, Any]) -> list[str]:
+    """Return the names of which the file has what no tested version has."""
+    parts: Mapping[str, Any] = known["parts"]
     try:
-        exact = source.digests(unsure)
-    except (SyntaxError, ValueError):  # a damaged file
-        return unsure
-    return [name for name in unsure if (exact[name] or ABSENT) not in parts[name]["digests"]]
-
-
-def _is_known(source: Source, name: str, known: Mapping[str, Any]) -> bool:
-    """Ask what takes no parsing of the whole file, the fastest first."""
-    if source.is_absent(name):
-        return ABSENT in known["digests"]
-    return (
-        source.lines_digest(name) in known["lines"] or source.cut_digest(name) in known["digests"]
-    )
+        source = Source.decoded(content)
+        if source.outline_digest(parts) in known["outline"]:
+            return []
+        exact = source.digests(parts)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a damaged file
+        return [*parts]
+    return [name for name in parts if (exact[name] or ABSENT) not in parts[name]["digests"]]
 
 
 # -- what follows from it

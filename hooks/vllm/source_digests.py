@@ -9,24 +9,19 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
-from itertools import chain
-from typing import NamedTuple
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+from .source_bindings import Scope
+from .source_outline import Outline
 
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})
 """Fields of nodes: ``ctx`` follows from the place, ``kind`` is the u of u"text"."""
-_BEGINS = r"[^\s#)\]}]"
-"""What a line begins with that is no comment, and not the end of a head of several lines."""
-_FUNCTION, _CLASS = re.compile(r"def[ \t]+(\w+)"), re.compile(r"class[ \t]+(\w+)")
-"""Not one pattern for both, nor with the line's beginning: a search begins with a literal text,
-which ``re`` looks for several times as fast."""
-_CONTINUED = re.compile(r"\\\r?\n")
-_CUT_TRIES = 8
-"""How many places may look like the end of a definition before all of the file is parsed."""
+_OTHER_ENCODING = re.compile(
+    rb"(?:[ \t\f]*(?:#[^\n]*)?\n)?[ \t\f]*#[^\n]*?coding[:=][ \t]*+(?=[-\w.])(?!utf[-_]?8\b)",
+    re.IGNORECASE,
+)
+"""A comment in the first two lines by which Python reads a file as something else than UTF-8."""
 
 
 def bytes_digest(content: bytes) -> str:
@@ -38,236 +33,161 @@ class Source:
     """The text of a module.  Names of what it defines are dotted: ``Class.method``."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        # As Python reads it.
+        self._text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+        self._outlines = Outline(self._text)
+        self._cut: tuple[tuple[str, ...], str | None] | None = None
+        """The names of the last outline, and this."""
+
+    @classmethod
+    def decoded(cls, content: bytes) -> Source:
+        """Return the source in a file.  Raises ValueError unless it is UTF-8."""
+        if _OTHER_ENCODING.match(content):
+            raise ValueError("it declares another encoding than UTF-8")
+        return cls(content.decode("utf-8-sig"))
 
     def digests(self, names: Iterable[str]) -> dict[str, str | None]:
-        """Return the digest of each definition, parsing all of the text; None if there is none.
+        """Return the digest of all that decides what each name stands for (source_bindings); None
+        if nothing binds it.
 
-        A name that is defined several times, for instance in both branches of an ``if``, has one
-        digest of all its definitions.  Raises SyntaxError, and for a NUL byte ValueError up to
-        Python 3.11.3.
+        Parses what concerns these names.  Raises SyntaxError, and what ``whole_digests`` raises.
         """
-        tree = ast.parse(self._text)
-        return {name: _digest(found) if (found := _find(tree, name)) else None for name in names}
+        names = (*names,)
+        if (outline := self._outline(names)) is not None:
+            try:
+                return _digests(Scope.of_module(outline), names)
+            except (SyntaxError, ValueError):
+                pass  # not to be parsed without the rest
+        return self.whole_digests(names)
 
-    def is_absent(self, name: str) -> bool:
-        """Return whether no line begins a definition of this name; parses nothing.  False also
-        where it cannot be told from a definition of the same name elsewhere."""
-        *outer, last = name.split(".")
-        if any(part not in self._heads for part in (*outer, last)):
-            return True
-        if len(outer) != 1 or (span := self._span(outer[0])) is None:
-            return False
-        begin, end = span
-        if any(begin < place.start < end for place in self._heads[last]):
-            return False
-        return _is_closed(self._text[begin : end + 1])
+    def whole_digests(self, names: Iterable[str]) -> dict[str, str | None]:
+        """Return the same, parsing all of the text.
 
-    def lines_digest(self, name: str) -> str | None:
-        """Return the digest of a definition's lines as they stand, parsing nothing; None if they
-        cannot be told.
-
-        Lines that look like the end of the definition may stand in a string of it: whoever records
-        this digest uses ``whole_lines_digest``.
+        Raises SyntaxError, and RecursionError and MemoryError for what is nested too deeply; for a
+        NUL byte ValueError up to Python 3.11.3.
         """
-        return None if (lines := self._lines(name)) is None else bytes_digest(lines.encode())
+        return _digests(self._scope, names)
 
-    def whole_lines_digest(self, name: str) -> str | None:
-        """Return ``lines_digest``, or None unless these lines are the whole definition, so that
-        whatever other source has the same lines has the same definition."""
-        if (lines := self._lines(name)) is None or (place := self._place(name)) is None:
-            return None
-        node = _parse_one(lines, place.indent)
-        whole = node is not None and _digest([node]) == self.digests([name])[name]
-        return bytes_digest(lines.encode()) if whole else None
+    def outline_digest(self, names: Iterable[str]) -> str | None:
+        """Return a digest of the text without what says nothing about these names, comments and
+        blank lines, parsing nothing; None if these cannot be told.
 
-    def cut_digest(self, name: str) -> str | None:
-        """Return the digest of ``digests``, parsing only the lines of the definition; None if these
-        cannot be told for sure.
-
-        May be wrong only where text inside a string looks like the definition: whoever gets a
-        digest that is not the expected one asks ``digests``.
+        Whatever other source has it has the same ``digests`` of these names.
         """
-        if (place := self._place(name)) is None:
-            return None
-        for stop in self._stops(place):
-            if (node := _parse_one(self._text[place.start : stop], place.indent)) is not None:
-                return _digest([node]) if node.name == name.rpartition(".")[2] else None
-        return None
+        outline = self._outline((*names,))
+        return None if outline is None else bytes_digest(outline.encode())
 
     def definition(self, name: str) -> str:
-        """Return the lines of a definition as they stand, empty if there is none.  Raises
-        SyntaxError."""
-        lines, found = self._text.splitlines(keepends=True), _find(ast.parse(self._text), name)
-        return "".join("".join(lines[_first_line(node) - 1 : node.end_lineno]) for node in found)
+        """Return the lines of what ``digests`` is of, as they stand; of a class that has the name
+        only what concerns it.  Raises SyntaxError."""
+        lines = self._text.split("\n")
+        return "".join(
+            "".join(f"{line}\n" for line in lines[first - 1 : last])
+            for first, last in _spans(self._scope, name.split("."))
+        )
 
     def names(self) -> list[str]:
         """Return the names of all functions and classes, and of what classes hold, each once.
         Raises SyntaxError."""
-        return list(dict.fromkeys(_names(ast.parse(self._text), "")))
+        return list(dict.fromkeys(_names(self._scope, "")))
 
-    # -- finding lines without parsing
+    def _outline(self, names: tuple[str, ...]) -> str | None:
+        if self._cut is None or self._cut[0] != names:
+            self._cut = names, self._outlines.of(names)
+        return self._cut[1]
 
     @cached_property
-    def _heads(self) -> dict[str, list[_Place]]:
-        """Where lines begin definitions, by the defined name."""
-        heads: dict[str, list[_Place]] = {}
-        for found in chain(_FUNCTION.finditer(self._text), _CLASS.finditer(self._text)):
-            start = self._text.rfind("\n", 0, found.start()) + 1
-            before = self._text[start : found.start()]
-            if before.strip(" \t") in ("", "async"):
-                indent = before[: len(before) - len(before.lstrip(" \t"))]
-                heads.setdefault(found[1], []).append(_Place(start, found.end(), indent))
-        return heads
-
-    def _place(self, name: str) -> _Place | None:
-        *outer, last = name.split(".")
-        heads = self._heads.get(last, [])
-        if outer:
-            if len(outer) > 1 or (span := self._span(outer[0])) is None:
-                return None
-            begin, end = span
-            heads = [place for place in heads if begin < place.start < end]
-        if len(heads) != 1 or bool(heads[0].indent) != bool(outer):
-            return None
-        return heads[0]._replace(start=self._first_decorator(heads[0]))
-
-    def _span(self, of: str) -> tuple[int, int] | None:
-        """Where the methods of a class lie, if it is defined once."""
-        if len(classes := self._heads.get(of, [])) != 1:
-            return None
-        begin = classes[0].head
-        # Not the end of the class, but no later method of it lies behind.
-        following = self._text.find("\nclass ", begin)
-        return begin, len(self._text) if following == -1 else following
-
-    def _first_decorator(self, head: _Place) -> int:
-        line, start = _code_within(head.indent), head.start
-        while start:
-            above = self._text.rfind(f"\n{head.indent}@", 0, start)
-            if above == -1 and not self._text.startswith(f"{head.indent}@"):
-                break
-            behind = line.search(self._text, above + len(head.indent) + 2)
-            if behind is None or behind.start() + 1 != start:  # it decorates something else
-                break
-            start = above + 1
-        return start
-
-    def _lines(self, name: str) -> str | None:
-        if (place := self._place(name)) is None:
-            return None
-        return self._text[place.start : next(self._stops(place))]
-
-    def _stops(self, place: _Place) -> Iterator[int]:
-        """Yield where the definition may end, the likeliest first: before a line that stands no
-        deeper than its own."""
-        line = _code_within(place.indent)
-        tries, end = 0, place.head
-        while tries < _CUT_TRIES and (found := line.search(self._text, end)):
-            end = found.start() + 1
-            tries += 1
-            yield end
-        if tries < _CUT_TRIES:
-            yield len(self._text)
+    def _scope(self) -> Scope:
+        return Scope.of_module(self._text)
 
 
-def _is_closed(text: str) -> bool:
-    """Whether text that begins in code ends in code, not in a string of several lines.  May be
-    wrong only where another string, or a comment, has an odd number of the string's quotes."""
-    return not (text.count('"""') % 2 or text.count("'''") % 2 or _CONTINUED.search(text))
-
-
-def _code_within(indent: str) -> re.Pattern[str]:
-    """Matches the beginning of a line of code that stands no deeper than ``indent``."""
-    return re.compile(rf"\n[ \t]{{0,{len(indent)}}}{_BEGINS}")
-
-
-class _Place(NamedTuple):
-    """Where the lines of a definition begin."""
-
-    start: int
-    """Where the line of its name, or of its first decorator, begins."""
-    head: int
-    """Where its name ends."""
-    indent: str
-
-
-# -- finding
-
-
-def _names(scope: ast.AST, prefix: str) -> Iterator[str]:
-    for node in _definitions(scope):
+def _names(scope: Scope, prefix: str) -> Iterator[str]:
+    for node in scope.definitions():
         yield prefix + node.name
         if isinstance(node, ast.ClassDef):
-            yield from _names(node, f"{prefix}{node.name}.")
+            yield from _names(scope.of_class(node), f"{prefix}{node.name}.")
 
 
-def _first_line(node: Definition) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _find(tree: ast.Module, name: str) -> list[Definition]:
-    scopes: list[ast.AST] = [tree]
-    found: list[Definition] = []
-    for part in name.split("."):
-        found = [node for scope in scopes for node in _definitions(scope) if node.name == part]
-        scopes = [node for node in found if isinstance(node, ast.ClassDef)]
-    return found
-
-
-def _definitions(scope: ast.AST) -> Iterator[Definition]:
-    """What a module or class defines, also below ``if``, ``try`` and ``with``; not what its
-    functions define in turn."""
-    for child in ast.iter_child_nodes(scope):
-        if isinstance(child, _DEFINITIONS):
-            yield child
-        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield from _definitions(child)
-
-
-def _parse_one(text: str, indent: str) -> Definition | None:
-    try:
-        # Not dedented: that would change strings of several lines.
-        body = ast.parse(f"if 1:\n{text}" if indent else text).body
-    except (SyntaxError, ValueError):  # not these lines alone; a NUL byte, to Python 3.11.3
-        return None
-    if indent and isinstance(body[0], ast.If):
-        body = body[0].body
-    node = body[0] if len(body) == 1 else None
-    return node if isinstance(node, _DEFINITIONS) else None
+def _spans(scope: Scope, path: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last lines of what concerns a name."""
+    for binding in scope.bindings(path):
+        node = binding.node
+        heads = [node, *getattr(node, "decorator_list", ())]
+        first = min(getattr(one, "lineno", 1) for one in heads)
+        last = getattr(node, "end_lineno", None) or first
+        if len(path) > 1 and isinstance(node, ast.ClassDef) and node.name == path[0]:
+            yield first, max(first, min(one.lineno for one in node.body) - 1)
+            yield from _spans(scope.of_class(node), path[1:])
+        else:
+            yield first, last
 
 
 # -- digesting
 
 
-def _digest(nodes: Iterable[ast.AST]) -> str:
+def _digests(scope: Scope, names: Iterable[str]) -> dict[str, str | None]:
+    return {name: _digest(scope, name.split(".")) for name in names}
+
+
+def _digest(scope: Scope, path: list[str]) -> str | None:
     parts: list[str] = []
-    for node in nodes:
-        _write(node, parts.append)
-    return sha256("".join(parts).encode()).hexdigest()[:16]
+    is_bound = _write_bindings(scope, path, parts.append)
+    return sha256("".join(parts).encode()).hexdigest()[:16] if is_bound else None
+
+
+def _write_bindings(scope: Scope, path: list[str], put: Callable[[str], None]) -> bool:
+    """Write what concerns a name; return whether any of it binds the name."""
+    is_bound = False
+    for binding in scope.bindings(path):
+        node = binding.node
+        for kind, deciding in binding.under:
+            put(f"{kind}:")
+            for one in deciding:
+                _write(one, put)
+        if len(path) > 1 and isinstance(node, ast.ClassDef) and node.name == path[0]:
+            _write_head(node, put)
+            put("{")
+            is_bound |= _write_bindings(scope.of_class(node), path[1:], put)
+            put("}")
+        else:
+            _write(node, put)
+            is_bound |= binding.binds(path)
+    return is_bound
+
+
+def _write_head(node: ast.ClassDef, put: Callable[[str], None]) -> None:
+    """Write a class without what it has, but for its name."""
+    for name in node._fields:
+        if name not in {"name", "body"} and (value := getattr(node, name)):
+            put(name)
+            _write_list(value, put)
 
 
 def _write(node: ast.AST, put: Callable[[str], None]) -> None:
     """Write a node without what Python's versions have in different ways: ``ast.dump`` differs
     between them, and so does the set of fields, where new ones are empty in older code."""
-    put(type(node).__name__)
-    put("(")
-    for name in node._fields:
-        if name in _WITHOUT_MEANING:
-            continue
+    kind = type(node).__name__
+    put(f"{kind}(")
+    for name in _fields(kind):
         value = getattr(node, name, None)
-        if type(node) is ast.JoinedStr:
-            value = [part for part in node.values if not _is_empty_text(part)]
         if isinstance(value, ast.AST):
             put(name)
             _write(value, put)
         elif isinstance(value, list):
+            if kind == "JoinedStr":
+                value = [part for part in value if not _is_empty_text(part)]
             if value:
                 put(name)
                 _write_list(value, put)
-        elif value is not None or type(node) is ast.Constant:
+        elif value is not None or kind == "Constant":
             put(f"{name}={value!a},")
     put(")")
+
+
+@cache
+def _fields(kind: str) -> tuple[str, ...]:
+    fields: tuple[str, ...] = getattr(ast, kind)._fields
+    return (*(name for name in fields if name not in _WITHOUT_MEANING),)
 
 
 def _write_list(values: list[object], put: Callable[[str], None]) -> None:

@@ -157,9 +157,18 @@ def test_a_record_says_who_has_what() -> None:
     assert [*parts["Pool.give"]["digests"].values()] == [["0.9.1"], ["0.10.0"]]
     assert [*parts["Pool.take"]["digests"].values()] == [["0.9.1", "0.10.0"]]
     assert parts["Pool.later"]["digests"][ABSENT] == ["0.9.1"]
-    assert len(parts["Pool.give"]["lines"]) == 2
-    # Its string reaches the margin, where lines look like the end of the function.
-    assert parts["Pool.take"]["lines"] == []
+    assert [*known["outline"].values()] == [["0.9.1"], ["0.10.0"]]
+
+
+@pytest.mark.usefixtures("two_facts")
+def test_what_changes_elsewhere_is_on_record_once() -> None:
+    new = NEW + "\n    def other(self): pass\n"
+    made = vllm_facts.recorded(
+        [played("0.9.1", {"pool.py": NEW}), played("0.10.0", {"pool.py": new})]
+    )
+    known: dict[str, Any] = made["files"]["pool.py"]
+    assert [*known["whole"].values()] == [["0.9.1"], ["0.10.0"]]
+    assert [*known["outline"].values()] == [["0.9.1", "0.10.0"]]
 
 
 @pytest.mark.usefixtures("two_facts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvshm.hooks.vllm.source_digests import Source
 from .conftest import Lines
 from .odd_vllm import (
     FILE,
+    NAME,
     TOO_OLD,
     UNTESTED,
     copy_of_vllm,
@@ -47,9 +49,9 @@ EXACT = [tuple(map(int, version.split("."))) for version in TESTED]
 UNSEEN = (logging.INFO, "is not among the tested")
 
 
-def parsed_only() -> dict[str, Any]:
-    """What is known, without the digests of whole files: each function is looked at."""
-    return {file: {**known, "whole": {}} for file, known in KNOWN.items()}
+def without(*fast: str) -> dict[str, Any]:
+    """What is known, without the digests that are fast to compute."""
+    return {file: {**known, **{key: {} for key in fast}} for file, known in KNOWN.items()}
 
 
 @pytest.fixture
@@ -69,7 +71,8 @@ def own_parts(file: str) -> list[str]:
 
 def test_this_vllm_has_all_that_kvshm_relies_on() -> None:
     assert examine(ROOT, KNOWN) == Examined()
-    assert examine(ROOT, parsed_only()) == Examined()
+    assert examine(ROOT, without("whole")) == Examined()
+    assert examine(ROOT, without("whole", "outline")) == Examined()
     assert admit(False) == Admission()
 
 
@@ -182,30 +185,90 @@ def test_comments_docstrings_and_other_functions_do_not_count(file: str, copied:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_cut_is_never_wrong(file: str) -> None:
-    """It has the digest that parsing the whole file gives, or none.  Of all functions that vLLM has
-    in these files, not only those that kvshm relies on."""
+def test_another_layout_does_not_count(file: str, copied: Path) -> None:
+    text = (ROOT / file).read_text()
+    (copied / file).write_text(ast.unparse(ast.parse(text)))
+    assert examine(copied, KNOWN) == Examined()
+    (copied / file).write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert examine(copied, KNOWN) == Examined()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_is_not_parsed_says_nothing_of_a_name(file: str) -> None:
+    """Of functions that vLLM has in these files, not only those that kvshm relies on."""
     source = Source((ROOT / file).read_text())
-    exact = source.digests(source.names())
-    wrong = [name for name in exact if source.cut_digest(name) not in (None, exact[name])]
-    assert not wrong
+    names = source.names()
+    exact = source.whole_digests(names)
+    assert source.digests(names) == exact
+    for some in (names[::2], names[1::2], *([name] for name in names[::9])):
+        assert source.digests(some) == {name: exact[name] for name in some}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_files_can_be_cut(file: str) -> None:
+    """Else each start would parse all of them."""
+    assert Source((ROOT / file).read_text()).outline_digest(own_parts(file)) is not None
 
 
 def test_a_function_that_is_gone_is_noticed(copied: Path) -> None:
     text = (ROOT / FILE).read_text()
-    name = next(n for n in own_parts(FILE) if "." in n)
-    assert Source(text).definition(name) in text
-    (copied / FILE).write_text(text.replace(Source(text).definition(name), ""))
-    assert name in [one.name for one in examine(copied, KNOWN).different]
+    assert text.count("    def touch(") == 1
+    (copied / FILE).write_text(text.replace("    def touch(", "    def touched("))
+    assert [one.name for one in examine(copied, KNOWN).different] == [NAME]
 
 
 @pytest.mark.parametrize(
-    "content", ["", "def f(:", "\0", "class BlockPool:\n    def touch(self):\n        0\0", None]
+    ("old", "new"),
+    [
+        ("class BlockPool:", "class BlockPool(Other):"),
+        ("class BlockPool:", "@traced\nclass BlockPool:"),
+        ("    def touch(", "    @traced(\n    1\n    )\n    def touch("),
+        ("    def touch(", "    if FAST:\n     def touch("),
+    ],
 )
-def test_a_damaged_or_missing_file_differs(copied: Path, content: str | None) -> None:
+def test_what_stands_around_a_function_counts(copied: Path, old: str, new: str) -> None:
+    text = (ROOT / FILE).read_text()
+    assert text.count(old) == 1
+    (copied / FILE).write_text(text.replace(old, new))
+    assert NAME in [one.name for one in examine(copied, KNOWN).different]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "BlockPool.touch = fast_touch",
+        "from vllm.native import BlockPool",
+        "from vllm.native import *",
+        "setattr(BlockPool, 'touch', fast_touch)",
+        "BlockPool = Faster",
+        "del BlockPool",
+    ],
+)
+def test_what_replaces_a_function_is_noticed(copied: Path, after: str) -> None:
+    with (copied / FILE).open("a") as file:
+        file.write(f"\n\n{after}\n")
+    assert NAME in [one.name for one in examine(copied, KNOWN).different]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"def f(:",
+        b"\0",
+        b"class BlockPool:\n    def touch(self):\n        0\0",
+        (ROOT / FILE).read_bytes() + b"# \xff\n",
+        (ROOT / FILE).read_bytes() + b"\0",
+        (ROOT / FILE).read_bytes() + b"if x:\n\tx = " + b"(" * 9999 + b")" * 9999,
+        (ROOT / FILE).read_bytes() + b"if x:\n\tx = " + b"-" * 99999 + b"1\n",
+        b"# coding: latin-1\n" + (ROOT / FILE).read_bytes(),
+        None,
+    ],
+)
+def test_a_damaged_or_missing_file_differs(copied: Path, content: bytes | None) -> None:
     (copied / FILE).unlink()
     if content is not None:
-        (copied / FILE).write_text(content)
+        (copied / FILE).write_bytes(content)
     found = examine(copied, KNOWN)
     assert {one.file for one in found.different} == {FILE}
     assert (found.different[0].name == "") == (content is None)
