@@ -80,8 +80,9 @@ def admit(allowed: bool) -> Admission:
     import vllm
 
     try:
-        found = _examined(str(vllm.__file__))
-        return decide(vllm.__version_tuple__, found, known_sources()["versions"], allowed)
+        version, tested = vllm.__version_tuple__, known_sources()["versions"]
+        found = _examined(str(vllm.__file__), tested_as(version, tested))
+        return decide(version, found, tested, allowed)
     except Exception as exc:  # any: whatever vLLM's files hold, the engine serves unshared
         log.warning("vLLM's source cannot be compared", exc_info=exc)
         return Admission(f"this vLLM cannot be compared: {type(exc).__name__}: {exc}")
@@ -103,8 +104,9 @@ def known_sources() -> Mapping[str, Any]:
 
 
 @cache
-def _examined(package: str) -> Examined:
-    return examine(Path(package).parent, known_sources()["files"])
+def _examined(package: str, own: str | None) -> Examined:
+    known = known_sources()["files"]
+    return examine(Path(package).parent, known if own is None else of_version(known, own))
 
 
 # -- what the source says
@@ -122,6 +124,26 @@ def examine(root: Path, known_files: Mapping[str, Any]) -> Examined:
         else:
             different += _differences(file, _content(root / file), known)
     return Examined(tuple(different), tuple(unreadable))
+
+
+def of_version(known_files: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """Return only what is known of one tested version.  Whatever calls itself by that version and
+    is as in another one is a mixture, for example left by an installation that was interrupted."""
+
+    def its(digests: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        return {digest: each for digest, each in digests.items() if version in each}
+
+    return {
+        file: {
+            "whole": its(known["whole"]),
+            "outline": its(known["outline"]),
+            "parts": {
+                name: {**part, "digests": its(part["digests"])}
+                for name, part in known["parts"].items()
+            },
+        }
+        for file, known in known_files.items()
+    }
 
 
 def _content(path: Path) -> bytes | None:
@@ -172,18 +194,19 @@ def _unknown(content: bytes, known: Mapping[str, Any]) -> list[str]:
 
 def decide(version: Version, found: Examined, tested: list[str], allowed: bool) -> Admission:
     """Return whether an engine shares.  ``tested``: whole versions, the oldest first."""
-    is_release = not any(_PRE_RELEASE.match(str(part)) for part in version[3:])
-    is_tested = is_release and dotted(version[:3]) in tested
+    own = tested_as(version, tested)
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
-    if is_tested and (gone := [one.file for one in found.different if not one.name]):
+    if own is not None and (gone := [one.file for one in found.different if not one.name]):
         return Admission(
             f"this vLLM {dotted(version)} is incomplete, without "
             f"{_some([f'vllm/{file}' for file in gone])}: install vLLM again"
         )
     if found.different:
-        return _if_allowed(_changed(version, found.different, tested), allowed)
-    if found.unreadable and not (is_release and version[:2] in minors(tested)):
+        like = tested if own is None else [own]
+        remedy = "upgrade kvshm" if own is None else "install vLLM again"
+        return _if_allowed(_changed(version, found.different, like), allowed, remedy)
+    if found.unreadable and not (_is_release(version) and version[:2] in minors(tested)):
         return _if_allowed(_unknown_without_source(version, found.unreadable, tested), allowed)
     if found.unreadable:
         return Admission(
@@ -193,7 +216,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
                 f"one: kvshm goes by its version {dotted(version)}",
             )
         )
-    if is_tested:
+    if own is not None:
         return Admission()
     return Admission(
         notice=Notice(
@@ -204,7 +227,17 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
     )
 
 
-def _if_allowed(what: str, allowed: bool) -> Admission:
+def tested_as(version: Version, tested: Sequence[str]) -> str | None:
+    """Return which of the ``tested`` versions this is, a build of one included; None: another."""
+    own = dotted(version[:3])
+    return own if _is_release(version) and own in tested else None
+
+
+def _is_release(version: Version) -> bool:
+    return not any(_PRE_RELEASE.match(str(part)) for part in version[3:])
+
+
+def _if_allowed(what: str, allowed: bool, remedy: str = "upgrade kvshm") -> Admission:
     if allowed:
         return Admission(
             notice=Notice(
@@ -213,7 +246,7 @@ def _if_allowed(what: str, allowed: bool) -> Admission:
             )
         )
     return Admission(
-        f"{what}; upgrade kvshm, or KVSHM_UNTESTED=1 shares all the same, and answers may be wrong"
+        f"{what}; {remedy}, or KVSHM_UNTESTED=1 shares all the same, and answers may be wrong"
     )
 
 

@@ -324,6 +324,13 @@ def test_nor_what_is_in_an_archive(tmp_path: Path) -> None:
             for version in ((*minors(TESTED)[0], 9), UNTESTED, (0, 0, "dev"))
         ),
         (UNTESTED, Examined((GONE,)), "vllm/v1/core/block_pool.py, which is missing (fact", None),
+        (EXACT[-1], Examined((DIFFERENT,)), f"is not as the tested {TESTED[-1]} in what", None),
+        (
+            EXACT[-1],
+            Examined((DIFFERENT,)),
+            "another); install vLLM again, or KVSHM_UNTESTED",
+            None,
+        ),
         # not all there
         (EXACT[-1], Examined((GONE,)), "is incomplete, without vllm/v1/core", None),
         (
@@ -362,6 +369,16 @@ def test_what_follows(
     if notice is not None and made.notice is not None:
         assert made.notice.level == notice[0]
         assert notice[1] in made.notice.text
+
+
+def test_one_that_is_as_another_version_is_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an upgrade leaves it that was interrupted."""
+    own = vllm.__version_tuple__[:3]
+    assert own in EXACT
+    for version in EXACT:
+        monkeypatch.setattr(vllm, "__version_tuple__", (*version, "cpu"))
+        refusal = admit(False).refusal
+        assert refusal is None if version == own else "install vLLM again" in str(refusal)
 
 
 def test_who_may_share_all_the_same() -> None:
