@@ -36,7 +36,7 @@ from kvshm.halves import (
     touching,
 )
 
-from .imports import Import, LoadedBlocks
+from .imports import LoadedBlocks
 from .kept_blocks import KeptBlocks
 from .pool_watch import block_tables, cached_counts
 
@@ -232,11 +232,11 @@ class BlockTracker:
             self._promised.update(dict.fromkeys(blocks, blocks))
             self._marks.make_sound(blocks)
 
-    def import_ended(self, done: Import) -> None:
+    def import_ended(self, request_id: str, good: Iterable[LoadedBlocks]) -> None:
         """An import has ended: publish what it has filled if its request may share it."""
-        shown = self.shares(done.request_id)
-        for loaded in done.good:
-            self.blocks_loaded(loaded, shown, done.request_id)
+        shown = self.shares(request_id)
+        for loaded in good:
+            self.blocks_loaded(loaded, shown, request_id)
 
     def blocks_loaded(self, loaded: LoadedBlocks, shown: bool = True, request_id: str = "") -> None:
         """These blocks of a load were imported and checked on every rank.  Call before

@@ -15,13 +15,13 @@ If this vLLM lacks an attribute that this needs, every import is asynchronous.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
 
-from kvshm._ground.ids import LoadId
 from kvshm._ground.log import RateLimit, logger
+
+from .imports import RequestImport
 
 log = logger(__name__)
 
@@ -45,26 +45,16 @@ _OF_REQUEST = (
 _OF_POOL = "cache_full_blocks"
 
 
-@dataclass
-class _WithheldHashes:
-    """A request whose blocks get no hashes, and vLLM's calls that would have set them."""
-
-    request: Any
-    load_id: LoadId | None = None
-    """Id of the load that fills the blocks; None until vLLM has allocated them."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-
-
 class AtOnce:
-    """Knows the imports that their step waits for, and withholds hashes from their blocks until
-    they have arrived.  Scheduler's thread."""
+    """Withholds the hashes of blocks that a step waits for until they have arrived.  Scheduler's
+    thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Mapping[str, RequestImport]) -> None:
+        """``imports``: the newest of each request, by its id."""
         self.available = False
+        self._imports = imports
         self._scheduler: Any = None
         self._log_limit = RateLimit(time.monotonic)
-        self.withheld: dict[str, _WithheldHashes] = {}
-        """Requests for which ``withholds`` holds.  Only this object changes it."""
         self._estimated = self._price = 0.0
 
     def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
@@ -81,9 +71,10 @@ class AtOnce:
         give_hashes, update = pool.cache_full_blocks, scheduler.update_from_output
 
         def cache_full_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if (held := self.withheld.get(request.request_id)) is None:
+            import_ = self._imports.get(request.request_id)
+            if import_ is None or import_.withheld is None:
                 return give_hashes(request, *args, **kwargs)
-            held.calls.append(((request, *args), kwargs))
+            import_.withheld.append(((request, *args), kwargs))
             return None
 
         def update_from_output(output: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,30 +101,13 @@ class AtOnce:
         longest = SECONDS_ALONE if alone else SECONDS_PER_STEP
         return self.available and self._estimated + seconds <= longest
 
-    def withhold_hashes(self, request: Any, seconds: float, price: float | None) -> None:
+    def withhold_hashes(self, import_: RequestImport, seconds: float, price: float | None) -> None:
         """vLLM learns now that the request has these blocks in this step: give the request's
         blocks no hashes until ``arrived`` or ``failed``.  The copy takes an estimated ``seconds``,
         computing instead ``price`` seconds; None if that is not known yet."""
         self._estimated += seconds
         self._price += PATIENCE_MOST if price is None else price
-        self.withheld[request.request_id] = _WithheldHashes(request)
-
-    def withholds(self, request_id: str) -> bool:
-        """Whether hashes of the request's blocks are withheld now."""
-        return request_id in self.withheld
-
-    def begun(self, request_id: str, load_id: LoadId) -> None:
-        """The blocks are allocated; this load will fill them."""
-        self.withheld[request_id].load_id = load_id
-
-    def without_load(self, scheduled: Container[str]) -> list[Any]:
-        """Requests in the step being built whose blocks no load will fill: kvshm has failed.
-        Forgets requests that vLLM has left out of the step."""
-        none = [held.request for held in self.withheld.values() if held.load_id is None]
-        for request in none:
-            if request.request_id not in scheduled:
-                self.forget(request.request_id)
-        return [request for request in none if request.request_id in scheduled]
+        import_.withheld = []
 
     def step_built(self) -> float:
         """A step is complete; returns how many seconds it may wait for its copies."""
@@ -143,55 +117,47 @@ class AtOnce:
 
     # -- results
 
-    def forget(self, request_id: str) -> None:
-        """vLLM has allocated no blocks for the request, or has freed them."""
-        self.withheld.pop(request_id, None)
-
-    def refused(self, request_id: str) -> None:
-        """vLLM has allocated blocks, but wants nothing loaded: set the withheld hashes."""
-        if (held := self.withheld.pop(request_id, None)) is not None:
-            self._replay(held)
-
-    def arrived(self, request_id: str, load_id: LoadId) -> None:
-        """The load succeeded: set the withheld hashes if the request still has the blocks."""
-        held = self.withheld.get(request_id)
-        if held is not None and held.load_id == load_id:
-            del self.withheld[request_id]
-            if held.request.status.name == "RUNNING":
-                self._replay(held)
-
-    def _replay(self, held: _WithheldHashes) -> None:
-        for args, kwargs in held.calls:
+    def give_withheld(self, import_: RequestImport) -> None:
+        """The blocks have arrived, or vLLM wants nothing loaded into them: set the withheld hashes
+        if the request still has the blocks."""
+        calls, import_.withheld = import_.withheld, None
+        for args, kwargs in calls or ():
             self._give_hashes(*args, **kwargs)
 
-    def failed(self, request_id: str, load_id: LoadId) -> None:
+    def arrived(self, import_: RequestImport) -> None:
+        """The load succeeded."""
+        if import_.request.status.name == "RUNNING":
+            self.give_withheld(import_)
+        import_.withheld = None
+
+    def failed(self, import_: RequestImport) -> None:
         """The load failed: drop everything that the request has computed on top of its blocks, in
-        steps under way too, and have vLLM compute the request again."""
-        held = self.withheld.get(request_id)
-        if held is not None and held.load_id == load_id:
-            self._undo(request_id)
-        # Otherwise the request was preempted since, with its output dropped, and matched again.
+        steps under way too, and have vLLM compute the request again.  Nothing to do if it was
+        preempted since, with its output dropped, and matched again: nothing is withheld then."""
+        if import_.withheld is not None:
+            self._undo(import_)
 
-    def undo_all(self) -> None:
-        """Treat every load that steps under way wait for as ``failed``."""
-        for request_id in [r for r, h in self.withheld.items() if h.load_id is not None]:
+    def undo_all(self, imports: Iterable[RequestImport]) -> None:
+        """Treat the loads of these imports, which steps under way wait for, as ``failed``."""
+        for import_ in imports:
             try:
-                self._undo(request_id)
+                self.failed(import_)
             except Exception:  # of vLLM's methods; the other requests must be undone too
+                request, import_.withheld = import_.request, None
                 if self._log_limit.allows("not preempted"):
-                    log.exception("request %.100r could not be preempted and was ended", request_id)
-                status = type(self.withheld.pop(request_id).request.status)
-                self._scheduler.finish_requests(request_id, status.FINISHED_ERROR)
+                    name = request.request_id
+                    log.exception("request %.100r could not be preempted and was ended", name)
+                status = type(request.status).FINISHED_ERROR
+                self._scheduler.finish_requests(request.request_id, status)
 
-    def _undo(self, request_id: str) -> None:
-        scheduler = self._scheduler
-        request = scheduler.requests.get(request_id)
+    def _undo(self, import_: RequestImport) -> None:
+        request = self._scheduler.requests.get(import_.request_id)
         if request is not None and not request.is_finished():
             # Set first, so that vLLM delivers no token whatever happens below.
             request.drop_stale_output = True
             if request.status.name == "RUNNING":  # otherwise preempted meanwhile
                 self._preempt(request)
-        del self.withheld[request_id]
+        import_.withheld = None
 
     def _preempt(self, request: Any) -> None:
         scheduler = self._scheduler

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshm._ground.ids import BlockId, Epoch, LoadId
 from kvshm.config import Config
@@ -36,12 +37,15 @@ from kvshm.halves import (
 
 from .at_once import AtOnce
 from .held_requests import HeldRequests
-from .imports import Import, Tables, Way, loaded_blocks
+from .imports import Load, RequestImport, Stage, Tables, Way, loaded_blocks
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .ready_peers import ReadyPeers
 from .request_share import may_share
 from .twins import Twins
+
+if TYPE_CHECKING:
+    from .tracing import ImportTracer
 
 LINGER_SECONDS = 0.002
 SECONDS_BEGUN = 0.02
@@ -49,6 +53,19 @@ SECONDS_BEGUN = 0.02
 the requests that run meanwhile share memory and cores with these copies."""
 STEPS_LOST = 2
 """How many steps later than a local hit an asynchronous import is ready, besides its copy."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the step being built has of imports."""
+
+    has_news: bool = False
+    """Whether it may have loads, or has used some of its budgets: vLLM has asked for a match, or
+    allocated blocks."""
+    imports: dict[str, RequestImport] = field(default_factory=dict)
+    """Those that were found or allocated for it, by request."""
+    copy_seconds: float = 0.0
+    """Estimated time of the asynchronous copies that it begins."""
 
 
 class RequestImporter:
@@ -61,70 +78,85 @@ class RequestImporter:
         block_size: int,
         num_ranks: int,
         clock: Callable[[], float] = time.monotonic,
+        tracer: ImportTracer | None = None,
     ) -> None:
-        self._cache, self._planner = cache, cache.planner
-        self._config = config
+        self._cache, self._config = cache, config
         self._block_size = block_size  # tokens per hash
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
-        self.lookups = Lookups(self._planner, block_size, clock)
-        self.has_news = False
-        """Whether the step being built may have loads, or has used some of its budgets: vLLM has
-        asked for a match, or allocated blocks, since ``step_dispatched``."""
-        self.at_once = AtOnce()
+        self.lookups = Lookups(cache.planner, block_size, clock)
+        self.imports: dict[str, RequestImport] = {}
+        """The newest import of each request that has had one, by request."""
+        self._loads: dict[LoadId, RequestImport] = {}
+        """Imports whose loads are under way.  A request may have several: one that it was preempted
+        under lacks its report for a while."""
+        self.step = _Step()
+        self.at_once = AtOnce(self.imports)
         self.peers = ReadyPeers(num_ranks, clock)
         self.held = HeldRequests(clock)
         self._num_ranks, self._clock = num_ranks, clock
         self._attempts = count()
-        self._begun = 0.0
-        """Estimated seconds of the asynchronous copies that the step being built begins."""
-        self._plans: dict[str, Plan] = {}
-        self._imports: dict[LoadId, Import] = {}
-        """Imports under way, by the ids of their loads."""
-        self._new: dict[LoadId, Import] = {}
-        """Those whose load the step being built hands over to the ranks."""
         self._twins = Twins(clock)
-        self._failed: set[str] = set()
-        self._had_no_room: dict[str, tuple[int, float]] = {}  # free blocks then, and until when
-        self._ended: set[str] = set()
-        """Requests that ended while their load was under way."""
-        self.unscheduled: set[str] = set()
-        """Requests whose load has ended and that vLLM has not scheduled since."""
+        self._tracer = tracer
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """vLLM's pool exists: import into it, and look up what its groups need."""
         self.room, self.lookups.groups = room, groups
-        self._planner.search.groups = groups
-        self._planner.search.own_blocks = room.own_blocks
+        search = self._cache.planner.search
+        search.groups, search.own_blocks = groups, room.own_blocks
+
+    # -- matching
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Return how many tokens beyond the local hit can be imported.  None: ask again, because
         the same prefix is being imported, or because this step begins enough copies already.
         vLLM may call this again for the same request."""
-        request_id = request.request_id
+        if (tracer := self._tracer) is None or not request.trace_headers:
+            return self._match(request, num_local_tokens)
+        begin = tracer.begin()
+        found = self._match(request, num_local_tokens)
+        import_ = self.imports.setdefault(request.request_id, RequestImport(request))
+        tracer.matched(import_, num_local_tokens, begin)
+        return found
+
+    def _match(self, request: Any, num_local_tokens: int) -> int | None:
         start = num_local_tokens // self._block_size
         stop = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         possible = start < stop
-        if not (self._plans or self.at_once.withheld or (possible and self._planner.has_peers())):
+        known = request.request_id in self.imports
+        if not (known or (possible and self._cache.planner.has_peers())):
             return 0
-        self.has_news = True
-        self.at_once.forget(request_id)
-        self._plans.pop(request_id, None)  # vLLM had another reason than room not to schedule it
+        self.step.has_news = True
+        import_ = self._matching(request)
         if not possible:
             return 0
-        if (reason := self._why_not(request, start)) is not None:
+        if (reason := self._why_not(import_, start)) is not None:
             self._cache.count(reason)
             return 0
-        return self._match_blocks(request, start, stop)
+        return self._match_blocks(import_, start, stop)
+
+    def _matching(self, request: Any) -> RequestImport:
+        """Return the request's import, without what the last match has found: vLLM had another
+        reason than room not to schedule the request.  A new one unless it was only matched yet."""
+        import_ = self.imports.get(request.request_id)
+        if import_ is None or import_.has_load:
+            may_import = import_ is None or import_.may_import
+            if import_ is not None:
+                import_.withheld = None  # vLLM has freed its blocks
+            import_ = self.imports[request.request_id] = RequestImport(request, may_import)
+        import_.plan = import_.withheld = None
+        return import_
 
     def pass_over(self, request_id: str) -> None:
         """In place of ``match`` while nothing may be imported."""
         self._cache.count(MISS_NOT_IMPORTING)
-        self.at_once.forget(request_id)
+        if (import_ := self.imports.get(request_id)) is not None:
+            import_.withheld = None
 
-    def _why_not(self, request: Any, start: int) -> Counter | None:
+    def _why_not(self, import_: RequestImport, start: int) -> Counter | None:
         """Why nothing is imported for this request, whoever has its blocks; None: no reason."""
-        if request.request_id in self._failed:
+        request = import_.request
+        if not import_.may_import:
             return MISS_FAILED
         if not self.may_share(request):
             return MISS_NOT_SHARED
@@ -132,33 +164,35 @@ class RequestImporter:
             return MISS_NOT_READ
         return MISS_OWN if self._holds(request.block_hashes[start]) else None
 
-    def _match_blocks(self, request: Any, start: int, stop: int) -> int | None:
+    def _match_blocks(self, import_: RequestImport, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
-        request_id = request.request_id
-        if self._twins.waits(request_id, request.block_hashes[start]):
+        request, costs = import_.request, self._cache.planner.costs
+        if self._twins.waits(import_, request.block_hashes[start]):
             return None
-        if not self._fits(request, self.lookups.groups.blocks_at(start) + 1, (True, False)):
+        if not self._fits(import_, self.lookups.groups.blocks_at(start) + 1, tuple(Way)):
             return 0
-        if (plan := self.lookups.find(request, start, stop)) is None:
+        if (plan := self.lookups.find(import_, start, stop)) is None:
             return 0
-        seconds, costs = self._planner.costs.load_seconds(plan.nbytes), self._planner.costs
-        alone = self.room is not None and self.room.is_alone(request)
-        awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
-        waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
+        seconds = costs.load_seconds(plan.nbytes)
+        import_.way = self._way_of(request, plan, seconds)
+        at_once = import_.way is Way.AT_ONCE
         own = sum(run.num_blocks for run in plan.own_runs)
         blocks = self.lookups.groups.blocks_at(plan.start + plan.length) + own
-        if not self._fits(request, blocks, (awaited,)):
+        if not self._fits(import_, blocks, (import_.way,)):
             return 0
-        if not self.lookups.is_worth(request, plan, waiting):
+        if not self.lookups.is_worth(
+            import_, plan, 0.0 if at_once else STEPS_LOST * costs.step_seconds()
+        ):
             return 0
-        if not awaited and not self._within_copy_budget(seconds):
+        if not at_once and not self._within_copy_budget(seconds):
             return None  # the next step may begin it
         if own and self.room is not None:
             self.room.keep(plan.own_blocks())
-        if awaited:
+        if at_once:
             price = costs.compute_seconds(plan.length * self._block_size)
-            self.at_once.withhold_hashes(request, seconds, price)
-        self._plans[request_id] = plan
+            self.at_once.withhold_hashes(import_, seconds, price)
+        import_.plan = plan
+        self.step.imports[import_.request_id] = import_
         if self.room is not None:
             self.room.watch()
         return plan.length * self._block_size
@@ -172,69 +206,109 @@ class RequestImporter:
 
     def _within_copy_budget(self, seconds: float) -> bool:
         """Whether the step being built may begin one more asynchronous copy; counts that copy."""
-        if self._begun and self._begun + seconds > SECONDS_BEGUN:
+        begun = self.step.copy_seconds
+        if begun and begun + seconds > SECONDS_BEGUN:
             return False
-        self._begun += seconds
+        self.step.copy_seconds += seconds
         return True
 
-    def _may_await(self, plan: Plan, seconds: float, alone: bool) -> bool:
-        """Whether the step may wait for the copy: it must be short, and its peers ready."""
+    def _way_of(self, request: Any, plan: Plan, seconds: float) -> Way:
+        """A step may wait for a copy only if it is short, its peers are ready, and the request
+        can be undone."""
+        if not self.at_once.can_undo(request):
+            return Way.ASYNCHRONOUS
+        alone = self.room is not None and self.room.is_alone(request)
         ready = self.peers.are_ready({Epoch(run.peer.info.epoch) for run in plan.runs})
-        return ready and self.at_once.accepts(seconds + self._queued_seconds(), alone)
+        accepted = ready and self.at_once.accepts(seconds + self._queued_seconds(), alone)
+        return Way.AT_ONCE if accepted else Way.ASYNCHRONOUS
 
     def _queued_seconds(self) -> float:
         """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
         after the other."""
-        begun = (self._imports[name].load for name in self.under_way() - self._new.keys())
-        return sum(self._planner.load_seconds(load) for load in begun)
+        return sum(
+            self._cache.planner.load_seconds(import_.load.order)
+            for import_ in self._loads.values()
+            if import_.way is Way.ASYNCHRONOUS and import_.stage is Stage.LOADING
+        )
 
-    def _fits(self, request: Any, blocks: int, awaited: tuple[bool, ...]) -> bool:
-        """Whether vLLM would admit an import of so many blocks, awaited or not.  A request that
-        vLLM does not admit blocks all requests behind it, while without the import it would be
+    def _fits(self, import_: RequestImport, blocks: int, ways: tuple[Way, ...]) -> bool:
+        """Whether vLLM would admit an import of so many blocks in one of these ways.  A request
+        that vLLM does not admit blocks all requests behind it, while without the import it would be
         computed.  A refused request stays refused for a second, or until a block becomes free."""
         if (room := self.room) is None:
             return True
-        free, request_id = room.free(), request.request_id
-        had, until = self._had_no_room.get(request_id, (-1, 0.0))
+        free = room.free()
+        had, until = import_.no_room
         if free <= had and self._clock() < until:
             return False
-        if any(free > blocks if way else room.admits(blocks, request) for way in awaited):
+        if Way.AT_ONCE in ways and free > blocks:
             return True
-        self._refuse(request_id, free)
+        if Way.ASYNCHRONOUS in ways and room.admits(blocks, import_.request):
+            return True
+        self._refuse(import_, free)
         return False
 
-    def _refuse(self, request_id: str, free: int) -> None:
-        """There is no room for the request's import: have it computed if there is room for that."""
-        self._had_no_room[request_id] = free, self._clock() + NO_ROOM_SECONDS
+    def _refuse(self, import_: RequestImport, free: int) -> None:
+        """There is no room for an import: have its request computed if there is room for that."""
+        import_.no_room = free, self._clock() + NO_ROOM_SECONDS
         self._cache.count(MISS_NO_ROOM)
+
+    def holds_back(self, request_id: str) -> bool:
+        """Whether vLLM must hold the request back for what ``match`` has found."""
+        import_ = self.imports.get(request_id)
+        return import_ is None or import_.withheld is None
 
     def may_share(self, request: Any) -> bool:
         """Whether this request may share, in either direction."""
         return may_share(request, self._config.share)
 
+    # -- allocation
+
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """vLLM has allocated blocks: lease the external blocks and plan their load."""
-        if num_external > 0 and not self.at_once.withholds(request.request_id):
+        import_ = self.imports.get(request.request_id)
+        if num_external > 0 and (import_ is None or import_.withheld is None):
             self.held.add(request.request_id)  # before anything can fail
-        plan = self._plans.pop(request.request_id, None)
-        self.lookups.forget(request.request_id)
-        self.unscheduled.discard(request.request_id)
-        self._had_no_room.pop(request.request_id, None)
+        if self._tracer is None or import_ is None or import_.trace is None:
+            self._allocated(request, tables, num_external)
+            return
+        plan, begin = import_.plan, self._tracer.begin()
+        self._allocated(request, tables, num_external)
+        self._tracer.leased(import_, plan, begin)
+
+    def _allocated(self, request: Any, tables: Tables, num_external: int) -> None:
+        import_ = self.imports.get(request.request_id)
         if num_external <= 0:
-            self.at_once.refused(request.request_id)
+            if import_ is not None:
+                self._scheduled(import_)
             return
         # Register a load before anything can fail: from here on the request waits for a report.
+        plan = import_.plan if import_ is not None else None
         if plan is None or plan.length * self._block_size != num_external:
             self._register_lost(request, tables, num_external)
             return
-        made = self._register(request, plan.start, plan.parts, tables)
-        awaited, targets = self.at_once.withholds(request.request_id), made.load.lost
-        made.load = self._planner.load(plan, made.load.load_id, targets, attached=awaited)
+        import_ = self._register(request, plan.start, plan.parts, tables)
+        nothing, at_once = import_.load.order, import_.way is Way.AT_ONCE
+        import_.load.order = self._cache.planner.load(
+            plan, nothing.load_id, nothing.lost, attached=at_once
+        )
+
+    def _scheduled(self, import_: RequestImport) -> None:
+        """vLLM schedules the request, and nothing is to be loaded for it."""
+        self.at_once.give_withheld(import_)
+        import_.plan = import_.answer = import_.decision = None
+        import_.no_room = (-1, 0.0)
+        if import_.stage is Stage.LOADED:
+            import_.move_to(Stage.ENDED)
+        elif not import_.has_load and import_.may_import:
+            del self.imports[import_.request_id]
 
     def allocation_failed(self, request: Any, tables: Tables, num_external: int) -> None:
         """``allocated`` failed: register an empty load unless one was registered by then."""
-        request_id = request.request_id
-        if self.at_once.withholds(request_id) or request_id in self._imports:
+        import_ = self.imports.get(request.request_id)
+        if import_ is not None and (
+            import_.withheld is not None or import_.stage is Stage.ALLOCATED
+        ):
             return  # ``loads`` registers an empty load for the former
         self._register_lost(request, tables, num_external)
 
@@ -247,129 +321,164 @@ class RequestImporter:
 
     def _register(
         self, request: Any, start: int, parts: Iterable[Part] = (), tables: Tables = ()
-    ) -> Import:
-        """Register an import whose load has no copies yet: every target is a load error, so vLLM
-        computes it.  The targets are the ``parts`` of the request's block ``tables``, behind a
-        local hit of ``start`` hashes."""
-        self.has_news = True
-        chain = request.block_hashes
+    ) -> RequestImport:
+        """Register a load that has no copies yet: every target is a load error, so vLLM computes
+        it.  The targets are the ``parts`` of the request's block ``tables``, behind a local hit of
+        ``start`` hashes."""
+        self.step.has_news = True
+        request_id, chain = request.request_id, request.block_hashes
+        import_ = self.imports.get(request_id)
+        if import_ is None or import_.has_load:
+            import_ = self._matching(request)
         blocks = loaded_blocks(chain, parts, tables)
-        targets = tuple(block for part in blocks for block in part.blocks)
-        request_id = request.request_id
-        way = Way.AT_ONCE if self.at_once.withholds(request_id) else Way.ASYNCHRONOUS
+        import_.way = Way.ASYNCHRONOUS if import_.withheld is None else Way.AT_ONCE
         # vLLM knows an asynchronous load by its request's id, and does not know the others.
-        load_id = request_id if way is Way.ASYNCHRONOUS else next(self._attempts)
-        load = LoadOrder.of_nothing(load_id, targets)
-        made = Import(request_id, way, load, chain, start, blocks)
-        self._imports[load_id] = self._new[load_id] = made
-        self._twins.begun(made)
-        if way is Way.AT_ONCE:
-            self.at_once.begun(request_id, load_id)
-        return made
+        load_id = request_id if import_.way is Way.ASYNCHRONOUS else next(self._attempts)
+        order = LoadOrder.of_nothing(load_id, tuple(b for part in blocks for b in part.blocks))
+        import_.load = Load(order, next(iter(chain[start : start + 1]), None), blocks)
+        import_.plan = import_.answer = import_.decision = None
+        import_.no_room = (-1, 0.0)
+        import_.move_to(Stage.ALLOCATED)
+        self._loads[load_id] = self.step.imports[request_id] = import_
+        self._twins.begun(import_)
+        return import_
+
+    # -- the step
 
     def loads(self, scheduled: Container[str]) -> tuple[list[LoadOrder], list[LoadOrder]]:
         """Return the asynchronous loads and the loads at once of the step being built, which
         computes the requests ``scheduled``.  Keeps both until ``step_dispatched``."""
-        if not (self._new or self.at_once.withheld):
-            return [], []
-        for request in self.at_once.without_load(scheduled):
-            self._register(request, 0)
+        for request_id, import_ in list(self.step.imports.items()):
+            if import_.withheld is None or import_.has_load:
+                continue
+            if request_id in scheduled:  # kvshm has failed: no load will fill its blocks
+                self._register(import_.request, 0)
+            else:
+                import_.withheld = None
         return self._new_loads(Way.ASYNCHRONOUS), self._new_loads(Way.AT_ONCE)
 
     def _new_loads(self, way: Way) -> list[LoadOrder]:
-        return [made.load for made in self._new.values() if made.way is way]
+        return [i.load.order for i in self.step.imports.values() if i.has_load and i.way is way]
 
     @property
     def step_waits(self) -> bool:
         """Whether the step being built computes from blocks that a load has yet to fill."""
-        return bool(self.at_once.withheld or self._new_loads(Way.AT_ONCE))
+        return any(import_.way is Way.AT_ONCE for import_ in self.step.imports.values())
 
     def linger(self, begun: Sequence[LoadOrder], busy: bool) -> float:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
         if all its copies are shorter than that, or if no other request runs."""
-        short = bool(begun) and max(map(self._planner.load_seconds, begun)) <= LINGER_SECONDS
-        return LINGER_SECONDS if short or (self._imports and not busy) else 0.0
+        load_seconds = self._cache.planner.load_seconds
+        short = bool(begun) and max(map(load_seconds, begun)) <= LINGER_SECONDS
+        return LINGER_SECONDS if short or (self._loads and not busy) else 0.0
 
     def step_dispatched(self) -> None:
         """The step with the loads is dispatched."""
-        if self.has_news and self.room is not None:
+        if self.step.has_news and self.room is not None:
             for request_id, free in self.room.unwatch().items():
-                if request_id in self._plans:  # it blocks all requests behind it
-                    self._refuse(request_id, free)
-        self.has_news, self._new, self._begun = False, {}, 0.0
+                import_ = self.imports.get(request_id)
+                if import_ is not None and import_.plan is not None:
+                    self._refuse(import_, free)  # it blocks all requests behind it
+        for import_ in self.step.imports.values():
+            if import_.stage is Stage.ALLOCATED:
+                import_.move_to(Stage.LOADING)
+        self.step = _Step()
+
+    # -- the end of loads
 
     def drop(self, load_ids: Iterable[LoadId]) -> None:
         """Forget these imports, still unfinished although all ranks have reported: something
         failed, and requests for the same prefix must not wait for them."""
         for load_id in load_ids:
-            if (done := self._imports.pop(load_id, None)) is not None:
-                self._twins.ended(done)
-                self._failed.add(done.request_id)
-                self._end(done.request_id)
+            if (import_ := self._loads.pop(load_id, None)) is not None:
+                import_.load.bad = set(import_.load.targets)
+                self._end(import_)
 
-    def undo_awaited(self) -> None:
-        """What handles the loads that steps wait for has failed: treat all of them as failed."""
-        self.at_once.undo_all()
-        self.drop([name for name, each in self._imports.items() if each.way is Way.AT_ONCE])
+    def undo_awaited(self) -> list[RequestImport]:
+        """What handles the loads that steps wait for has failed: treat all of them as failed.
+        Returns their imports."""
+        known = dict.fromkeys((*self._loads.values(), *self.imports.values()))
+        awaited = [i for i in known if i.has_load and i.is_awaited]
+        self.at_once.undo_all(awaited)
+        self.drop([name for name, i in self._loads.items() if i.way is Way.AT_ONCE])
+        for import_ in awaited:  # those that have ended, too: it is not known what was done by then
+            import_.load.bad = set(import_.load.targets)
+        return awaited
 
     def finish_awaited(
         self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
-    ) -> list[Import]:
+    ) -> list[RequestImport]:
         """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
         load counts only as a whole: its request has computed on top of all its blocks."""
         results = []
-        for load in loads:
-            if (done := self._imports.get(load.load_id)) is None:
+        for order in loads:
+            if (import_ := self._loads.get(order.load_id)) is None:
                 continue
-            own = [report for report in reports if report.load_id == load.load_id]
+            own = [report for report in reports if report.load_id == order.load_id]
             self.peers.record_late(own)
-            heard = len(own) == self._num_ranks and bool(load.pieces) and not load.lost
+            heard = len(own) == self._num_ranks and bool(order.pieces) and not order.lost
             if not heard or any(report.bad for report in own):
-                own.append(LoadReport(load.load_id, load.targets))
-                self._failed.add(done.request_id)
-            done.reports = own
-            results.append(self._finish(load.load_id))
+                own.append(LoadReport(order.load_id, order.targets))
+            import_.load.reports = own
+            self._finish(order.load_id)
+            results.append(import_)
         return results
 
     def reported(self, reports: Iterable[LoadReport]) -> set[BlockId]:
         """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``.
         Returns the blocks that must not be used."""
         bad = {block for report in reports for block in report.bad}
-        for report in (r for r in reports if r.load_id in self._imports):
-            made = self._imports[report.load_id]
-            made.reports.append(report)
+        for report in reports:
+            if (import_ := self._loads.get(report.load_id)) is None:
+                continue
+            import_.load.reports.append(report)
             if report.bad and not self.lookups.groups.one_full:
-                bad.update(made.targets)
+                bad.update(import_.load.targets)
         return bad
 
-    def finish(self, request_ids: Iterable[str]) -> list[Import]:
+    def finish(self, request_ids: Iterable[str]) -> list[RequestImport]:
         """All ranks have reported these requests: finish their imports."""
         self.held.reported(request_ids)
-        ended = [request_id for request_id in request_ids if request_id in self._imports]
-        self.unscheduled.update(set(ended) - self._ended)
-        return [self._finish(request_id) for request_id in ended]
+        return [self._finish(name) for name in request_ids if name in self._loads]
 
-    def _finish(self, load_id: LoadId) -> Import:
+    def _finish(self, load_id: LoadId) -> RequestImport:
         """End an import.  A rank without a report has not filled any block."""
-        done = self._imports.pop(load_id)
-        self._twins.ended(done)
-        if len(done.reports) < self._num_ranks:
-            done.reports.append(LoadReport(load_id, done.targets))
-        done.bad = self._planner.end_load(done.load, done.reports)
-        if done.bad:
-            self._failed.add(done.request_id)
-        self._end(done.request_id)
-        return done
+        import_ = self._loads[load_id]
+        load = import_.load
+        if len(load.reports) < self._num_ranks:
+            load.reports.append(LoadReport(load_id, load.targets))
+        load.bad = self._cache.planner.end_load(load.order, load.reports)
+        del self._loads[load_id]
+        self._end(import_)
+        self._tell_tracer(import_)
+        return import_
 
-    def _end(self, request_id: str) -> None:
-        """A load has ended; if its request ended earlier, forget the request."""
-        if request_id in self._ended:
-            self._ended.discard(request_id)
-            self._failed.discard(request_id)
+    def _tell_tracer(self, import_: RequestImport) -> None:
+        if self._tracer is not None and import_.trace is not None:
+            self._tracer.ended(import_)
+
+    def _end(self, import_: RequestImport) -> None:
+        """The load of an import is under way no more."""
+        self._twins.ended(import_)
+        waits = import_.way is Way.ASYNCHRONOUS and self.imports.get(import_.request_id) is import_
+        import_.move_to(Stage.LOADED if waits else Stage.ENDED)
+        if import_.load.bad:
+            self.compute_from_now(import_.request)
+
+    def compute_from_now(self, request: Any) -> None:
+        """Import nothing more for this request: an import of it has lost blocks."""
+        if not request.is_finished():
+            known = self.imports.setdefault(request.request_id, RequestImport(request))
+            known.may_import = False
+
+    @property
+    def unscheduled(self) -> set[str]:
+        """Requests whose load has ended and that vLLM has not scheduled since."""
+        return {name for name, i in self.imports.items() if i.stage is Stage.LOADED}
 
     def under_way(self) -> set[str]:
         """Requests that vLLM holds back because not every rank has reported their load."""
-        return {m.request_id for m in self._imports.values() if m.way is Way.ASYNCHRONOUS}
+        return {i.request_id for i in self._loads.values() if i.way is Way.ASYNCHRONOUS}
 
     def discard_loads(self, request_ids: Iterable[str]) -> None:
         """Finish loads that have ended and that no rank will report: they bring nothing."""
@@ -380,21 +489,13 @@ class RequestImporter:
         """Nobody will report the load of this request, which is computed.  Returns the blocks that
         the load was to fill, as far as it is known."""
         self._cache.count(LOADS_LOST)
-        if request.request_id in self._imports:
-            return self._finish(request.request_id).bad
-        if not request.is_finished():
-            self._failed.add(request.request_id)
+        if request.request_id in self._loads:
+            return self._finish(request.request_id).load.bad
+        self.compute_from_now(request)
         return set()
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended; its load goes on until all ranks have reported it."""
-        self._plans.pop(request_id, None)
-        self._had_no_room.pop(request_id, None)
-        self._twins.forget(request_id)
-        self.lookups.forget(request_id)
-        self._failed.discard(request_id)
-        self.unscheduled.discard(request_id)
-        if any(each.request_id == request_id for each in self._imports.values()):
-            self._ended.add(request_id)
-        else:
-            self.at_once.forget(request_id)
+        import_ = self.imports.pop(request_id, None)
+        if import_ is not None and import_.stage is Stage.MATCHING:
+            self._tell_tracer(import_)

@@ -1,18 +1,31 @@
-"""One request's import, from the allocation of its blocks to the end of its load."""
+"""One request's import, from the first match of its request to the end of its load.
+
+::
+
+    MATCHING    vLLM asks what can be imported, in one step or in many
+    ALLOCATED   its blocks are allocated; the step being built hands its load to the ranks
+    LOADING     the ranks copy
+    LOADED      they have reported; vLLM has not scheduled the request since
+    ENDED       it has, or the load was one that a step waited for
+
+A request that is matched again later, because it was preempted, has another import then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 from kvshm._ground.ids import BlockId
-from kvshm.halves import LoadOrder, LoadReport, Part
+from kvshm.halves import LoadOrder, LoadReport, Part, Plan
 
 Tables: TypeAlias = Sequence[Sequence[BlockId]]
 """A request's block tables, by group."""
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call of vLLM's that is put off."""
 
 
 class Way(Enum):
@@ -22,9 +35,42 @@ class Way(Enum):
     AT_ONCE = "the step that computes the request waits"
 
 
+class Stage(IntEnum):
+    """How far an import has come.  Never goes back."""
+
+    MATCHING = 0
+    ALLOCATED = 1
+    LOADING = 2
+    LOADED = 3
+    ENDED = 4
+
+
 def ids_of(blocks: Any) -> list[list[BlockId]]:
     """The block tables of vLLM's KVCacheBlocks, by group."""
     return [[block.block_id for block in table] for table in blocks.blocks]
+
+
+class Answer(NamedTuple):
+    """What a request's last search has brought."""
+
+    until: float
+    """Until when it may be given again."""
+    asked: tuple[int, int]
+    """``start`` and ``stop`` of the search."""
+    plan: Plan | None
+    common: int
+    """Tokens where windows are to be kept although nothing is imported."""
+
+
+class Decision(NamedTuple):
+    """Whether an import is worth it."""
+
+    until: float
+    """Until when it counts."""
+    about: tuple[int, int, bool, bool]
+    """Start and length of the plan, whether the request loses time besides the copy, and whether
+    costs were known."""
+    worth: bool
 
 
 class LoadedBlocks(NamedTuple):
@@ -48,17 +94,13 @@ def loaded_blocks(
     )
 
 
-@dataclass
-class Import:
-    """One request's import: its load, and what the ranks report of that load."""
+@dataclass(slots=True)
+class Load:
+    """The load of an import, and what the ranks report of it."""
 
-    request_id: str
-    way: Way
-    load: LoadOrder
-    chain: list[bytes]
-    """The request's block hashes; grows as the request does."""
-    start: int
-    """Hashes of the local hit, behind which the load begins."""
+    order: LoadOrder
+    first_hash: bytes | None
+    """That of the first block behind the local hit."""
     blocks: tuple[LoadedBlocks, ...]
     """The blocks that the load is to fill, by group."""
     reports: list[LoadReport] = field(default_factory=list)
@@ -84,3 +126,54 @@ class Import:
             if len(filled) < len(part.blocks):
                 break
         return tuple(parts)
+
+
+@dataclass(slots=True, eq=False)
+class RequestImport:
+    """One request's import.  Only RequestImporter moves it on, on the scheduler's thread; the
+    fields behind ``stage`` belong to the class that their comment names."""
+
+    request: Any
+    may_import: bool = True
+    """False: an import of this request has lost blocks, so the request is computed."""
+    stage: Stage = Stage.MATCHING
+    # RequestImporter
+    plan: Plan | None = None
+    """What the last match has found."""
+    way: Way = Way.ASYNCHRONOUS
+    load: Load = field(init=False)
+    """From ALLOCATED on."""
+    no_room: tuple[int, float] = (-1, 0.0)
+    """There was none for it: the free blocks then, and until when it is not looked up again."""
+    # Twins
+    waits_since: float | None = None
+    """Since when it waits for another request's import of the same prefix."""
+    # Lookups
+    answer: Answer | None = None
+    decision: Decision | None = None
+    # AtOnce
+    withheld: list[Call] | None = None
+    """vLLM's calls that would have given the request's blocks their hashes; None: they get them."""
+    # PromptTokens
+    first_step: Any = None
+    # ImportTracer
+    trace: Any = None
+
+    @property
+    def has_load(self) -> bool:
+        return self.stage > Stage.MATCHING
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step waits for its load, or what follows from that has not been done yet."""
+        return self.withheld is not None or self.first_step is not None
+
+    def move_to(self, stage: Stage) -> None:
+        """Raises ValueError if that would be a step back."""
+        if stage < self.stage:
+            raise ValueError(f"an import cannot go back from {self.stage.name} to {stage.name}")
+        self.stage = stage

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvshm.halves import ONE_FULL_GROUP, LoadPlanner, Plan
+
+from .imports import Answer, Decision, RequestImport
 
 AGAIN_SECONDS = 0.1
 """How long, with several groups, a request that was looked up in vain is not looked up again: a
@@ -19,29 +21,6 @@ DECIDED_SECONDS = 10.0
 than from step to step, so that waiting makes few trials."""
 
 
-class Answer(NamedTuple):
-    """What a request's last search has brought."""
-
-    until: float
-    """Until when it may be given again."""
-    asked: tuple[int, int]
-    """``start`` and ``stop`` of the search."""
-    plan: Plan | None
-    common: int
-    """Tokens where windows are to be kept although nothing is imported."""
-
-
-class Decision(NamedTuple):
-    """Whether an import is worth it."""
-
-    until: float
-    """Until when it counts."""
-    about: tuple[int, int, bool, bool]
-    """Start and length of the plan, whether the request loses time besides the copy, and whether
-    costs were known."""
-    worth: bool
-
-
 class Lookups:
     """The lookups of one engine's requests.  Scheduler's thread."""
 
@@ -51,24 +30,20 @@ class Lookups:
         self._planner = planner
         self._block_size = block_size
         self._clock = clock
-        self._answers: dict[str, Answer] = {}
-        """By request."""
-        self._decisions: dict[str, Decision] = {}
-        """By request."""
 
-    def find(self, request: Any, start: int, stop: int) -> Plan | None:
+    def find(self, import_: RequestImport, start: int, stop: int) -> Plan | None:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
         hashes, or None."""
+        hashes = import_.request.block_hashes
         if self.groups.one_full:
-            return self._planner.lookup(request.block_hashes, start, stop)
-        answer = self._answers.get(request.request_id)
+            return self._planner.lookup(hashes, start, stop)
+        answer = import_.answer
         if answer is None or not self._holds(answer, (start, stop)):
-            plan = self._planner.lookup(request.block_hashes, start, stop)
+            plan = self._planner.lookup(hashes, start, stop)
             until = self._clock() + (AGAIN_SECONDS if plan is None else KEPT_SECONDS)
             common = self._planner.common_prefix * self._block_size
-            answer = Answer(until, (start, stop), plan, common)
-            self._answers[request.request_id] = answer
-        self._keep_windows(request, answer.plan, answer.common)
+            import_.answer = answer = Answer(until, (start, stop), plan, common)
+        self._keep_windows(import_.request, answer.plan, answer.common)
         return answer.plan
 
     def _holds(self, answer: Answer, asked: tuple[int, int]) -> bool:
@@ -92,24 +67,19 @@ class Lookups:
         elif own == 0:
             request.shared_prefix_boundary = common
 
-    def is_worth(self, request: Any, plan: Plan, waiting: float) -> bool:
+    def is_worth(self, import_: RequestImport, plan: Plan, waiting: float) -> bool:
         """Whether to import the plan's blocks rather than compute them.  Decided once for each
         request and prefix, and again every DECIDED_SECONDS: vLLM asks in every step while the
         request waits, and one of so many decisions is a trial.  ``waiting``: as for
         ``LoadPlanner.worth``."""
         about = plan.start, plan.length, waiting > 0, self._planner.costs.known
-        decision = self._decisions.get(request.request_id)
+        decision = import_.decision
         if decision is None or decision.about != about or self._clock() >= decision.until:
             until = self._clock() + DECIDED_SECONDS
             decision = Decision(until, about, self._planner.worth(plan, waiting))
-            self._decisions[request.request_id] = decision
+            import_.decision = decision
         if not decision.worth and not self.groups.one_full:
             until = self._clock() + AGAIN_SECONDS
-            common = getattr(request, "shared_prefix_boundary", 0)
-            self._answers[request.request_id] = Answer(until, (0, 0), None, common)
+            common = getattr(import_.request, "shared_prefix_boundary", 0)
+            import_.answer = Answer(until, (0, 0), None, common)
         return decision.worth
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended, or the blocks of its plan have been allocated."""
-        self._answers.pop(request_id, None)
-        self._decisions.pop(request_id, None)

@@ -2,7 +2,6 @@
 
 ::
 
-    load ended     of a request that waits for it: remember what it has brought
     step built     first step of a request: vLLM's numbers of it are final now, unless the step
                    waits for its import
     import ended   that import: its tokens came from other engines, or have to be computed
@@ -16,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvshm._ground.ids import LoadId
 from kvshm.halves import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
@@ -26,8 +24,7 @@ from kvshm.halves import (
     SchedulerHalf,
 )
 
-from .before_prefill import RequestImporter
-from .imports import Import
+from .imports import RequestImport
 from .request_share import KVSHM, options_of
 
 
@@ -50,27 +47,30 @@ class Sources:
         self.computed += other.computed
 
 
+class FirstStep(NamedTuple):
+    """The first step of a request, which waits for its import."""
+
+    sources: Sources
+    """Of all but the import's tokens."""
+    external: int
+    """How many these are."""
+
+
 class PromptTokens:
     """Counts where prompts came from, and tells it to requests that ask.  Scheduler's thread."""
 
-    def __init__(self, cache: SchedulerHalf, importer: RequestImporter, block_size: int) -> None:
-        """``block_size``: tokens per hash."""
-        self._cache, self._importer = cache, importer
+    def __init__(
+        self, cache: SchedulerHalf, imports: Mapping[str, RequestImport], block_size: int
+    ) -> None:
+        """``imports``: the newest of each request, by its id; ``block_size``: tokens per hash."""
+        self._cache, self._imports = cache, imports
+        self.names_peers = True
+        """Whether each token comes from one engine, so that answers may name it."""
         self._block_size = block_size
         self.untold: Sources | None = None
         """What was counted since the last ``take``; None: nothing."""
-        self._imported: dict[str, Import] = {}
-        """The ended import of each request that vLLM has not scheduled yet."""
-        self._awaited: dict[LoadId | None, tuple[Any, Sources, int]] = {}
-        """By the ids of the loads that the first steps of requests wait for: the request, all but
-        the import's tokens, and how many these are."""
         self._reports: dict[str, Sources] = {}
         """Of the requests that ask for it."""
-
-    def load_ended(self, done: Import) -> None:
-        """A load that its request waited for has ended."""
-        if done.request_id in self._importer.unscheduled:  # else the request has ended, too
-            self._imported[done.request_id] = done
 
     def step_built(self, new: Sequence[Any], requests: Mapping[str, Any]) -> None:
         """A step is about to be dispatched.  ``new``: what vLLM tells its workers of the requests
@@ -85,47 +85,36 @@ class PromptTokens:
             local = min(stats.num_local_cached_tokens, told.num_computed_tokens)
             external = min(stats.num_external_cached_tokens, told.num_computed_tokens - local)
             sources = Sources(local, 0, stats.num_prompt_tokens - local - external)
-            done = self._imported.pop(told.req_id, None)
+            import_ = self._imports.get(told.req_id)
             if request.kv_transfer_params is not None and options_of(request).report:
                 self._reports[told.req_id] = sources
-            if (held := self._importer.at_once.withheld.get(told.req_id)) is not None:
-                self._awaited[held.load_id] = request, sources, external
+            if import_ is not None and import_.withheld is not None:
+                import_.first_step = FirstStep(sources, external)
                 continue
-            if done is not None:
+            if import_ is not None:
                 stats.set(stats.num_prompt_tokens, local, external)
             if external:
-                self._add_external(sources, external, done)
+                self._add_external(sources, external, import_)
             counted.add(sources)
         self._count(counted)
 
-    def import_ended(self, done: Import) -> None:
-        """An import that a step waited for has ended."""
-        if (first := self._awaited.pop(done.load.load_id, None)) is None:
-            return  # of a request that was scheduled before
-        request, sources, external = first
-        if done.good:
-            self._add_external(sources, external, done)
-            self._count(sources)
+    def import_ended(self, import_: RequestImport) -> None:
+        """An import that a step waited for has ended.  Nothing to count unless that step was its
+        request's first."""
+        first, import_.first_step = import_.first_step, None
+        if first is None:
+            return
+        if import_.load.good:
+            self._add_external(first.sources, first.external, import_)
         else:
-            self._import_failed(request, sources, external)
-
-    def imports_failed(self) -> None:
-        """What handles the imports that steps wait for has failed: all are computed."""
-        for first in self._awaited.values():
-            self._import_failed(*first)
-        self._awaited.clear()
-
-    def _import_failed(self, request: Any, sources: Sources, tokens: int) -> None:
-        """The import that a request's first step waited for has failed: tell vLLM, too, which
-        shows clients these numbers."""
-        if (stats := request.prefill_stats) is not None:
-            stats.set(stats.num_prompt_tokens, sources.local, 0)
-        sources.computed += tokens
-        self._count(sources)
+            # Tell vLLM, too, which shows clients these numbers.
+            if (stats := import_.request.prefill_stats) is not None:
+                stats.set(stats.num_prompt_tokens, first.sources.local, 0)
+            first.sources.computed += first.external
+        self._count(first.sources)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request has ended; returns what its answer is to say, if it has asked."""
-        self._imported.pop(request.request_id, None)
         if (found := self._reports.pop(request.request_id, None)) is None:
             return None
         told: dict[str, Any] = {
@@ -146,16 +135,16 @@ class PromptTokens:
         untold, self.untold = self.untold, None
         return untold or Sources()
 
-    def _add_external(self, sources: Sources, tokens: int, done: Import | None) -> None:
-        """Add tokens that vLLM got from a connector.  ``done``: kvshm's import of them; None: they
-        came from another connector."""
-        pieces = () if done is None else done.load.pieces
-        if done is None or all(piece.peer_epoch == done.load.epoch for piece in pieces):
+    def _add_external(self, sources: Sources, tokens: int, import_: RequestImport | None) -> None:
+        """Add tokens that vLLM got from a connector: by this import of kvshm's, or from another
+        connector."""
+        load = import_.load if import_ is not None and import_.has_load else None
+        if load is None or all(p.peer_epoch == load.order.epoch for p in load.order.pieces):
             sources.local += tokens  # also copies of own blocks, for other KV cache groups
             return
         sources.peer += tokens
-        if self._importer.lookups.groups.one_full and (epoch := self._cache.epoch_state):
-            for piece in pieces:
+        if self.names_peers and (epoch := self._cache.epoch_state):
+            for piece in load.order.pieces:
                 brought = min(len(piece.targets) * self._block_size, tokens)
                 name = epoch.peers.name_of(piece.peer_epoch)
                 if brought and name:

@@ -15,11 +15,12 @@ from kvshm.errors import MemoryInUse
 from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .after_prefill import BlockTracker, CompletedRuns
-from .awaited_loads import end_awaited
+from .before_prefill import RequestImporter
 from .descriptions import RankDescriptions
 from .groups import groups_of
 from .held_requests import compute_lost, compute_lost_anyway, end_all_loads
 from .identity import scheduler_fields, with_none_hash
+from .imports import RequestImport
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
@@ -30,7 +31,7 @@ from .request_share import OptionChecks
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
 from .stuck import free_stuck
-from .tracing import importer_for
+from .tracing import tracer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
 from .weight_changes import WeightChanges
 
@@ -58,8 +59,11 @@ class SchedulerSide:
         self.cache = SchedulerHalf(config, spec, run_dir)
         on_shutdown_signal(lambda: self.cache.leave(LEAVE_SECONDS))
         ranks = int(vllm_config.parallel_config.world_size)
-        self.importer = importer_for(vllm_config, self.cache, config, self._block_size, ranks)
-        self.prompts = PromptTokens(self.cache, self.importer, self._block_size)
+        tracer = tracer_for(vllm_config, self.cache, self._block_size)
+        self.importer = RequestImporter(
+            self.cache, config, self._block_size, ranks, time.monotonic, tracer
+        )
+        self.prompts = PromptTokens(self.cache, self.importer.imports, self._block_size)
         self._option_checks = OptionChecks(self.cache)
         costs = self.cache.planner.costs
         self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
@@ -97,6 +101,7 @@ class SchedulerSide:
         log_role(role, by_settings=role == decide())
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
+            self.prompts.names_peers = groups.one_full
             self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
         return None
 
@@ -215,7 +220,7 @@ class SchedulerSide:
         if early and self.importer.may_share(request):
             return None, False
         found = self.importer.match(request, num_local_tokens)
-        return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
+        return found, bool(found) and self.importer.holds_back(request.request_id)
 
     # -- every step
 
@@ -230,7 +235,7 @@ class SchedulerSide:
             compute_lost(self.importer, self.tracker, self._vllm, self._ranks)
         if not tokens and self.importer.unscheduled:
             free_stuck(self._vllm, self.importer, self.cache)
-        news = not tokens or self.descriptions.wanted or self.importer.has_news
+        news = not tokens or self.descriptions.wanted or self.importer.step.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
@@ -310,12 +315,28 @@ class SchedulerSide:
         if not isinstance(metadata, StepMetadata) or not metadata.at_once:
             return
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
-        end_awaited(self.importer, self.prompts, self.tracker, metadata.at_once, result)
+        report = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
+        reports = report.loads if isinstance(report, RankReport) else []
+        for import_ in self.importer.finish_awaited(metadata.at_once, reports):
+            self._import_ended(import_)
+
+    def _import_ended(self, import_: RequestImport) -> None:
+        """An import that a step waited for has ended: vLLM delivers no token of its request's if it
+        has failed."""
+        self.prompts.import_ended(import_)
+        if import_.load.good:
+            self.importer.at_once.arrived(import_)
+            if self.tracker is not None:
+                self.tracker.import_ended(import_.request_id, import_.load.good)
+            return
+        if self.tracker is not None:  # before ``failed`` frees the request's blocks
+            self.tracker.blocks_failed(import_.load.bad)
+        self.importer.at_once.failed(import_)
 
     def undo_awaited(self) -> None:
         """``before_output`` failed: compute all requests that steps under way wait for again."""
-        self.importer.undo_awaited()
-        self.prompts.imports_failed()
+        for import_ in self.importer.undo_awaited():
+            self.prompts.import_ended(import_)
 
     def output(
         self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
@@ -343,10 +364,9 @@ class SchedulerSide:
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
             self.descriptions.unanswered()  # no worker runs kvshm's connector
             self._check_descriptions(0)
-        for done in self.importer.finish(finished) if finished else ():
-            self.prompts.load_ended(done)
+        for import_ in self.importer.finish(finished) if finished else ():
             if self.tracker is not None:
-                self.tracker.import_ended(done)
+                self.tracker.import_ended(import_.request_id, import_.load.good)
         if self.tracker is not None:
             if report is not None and (report.step or report.fence):
                 self.tracker.step_done(report.step or report.fence, fenced=not report.step)

@@ -6,25 +6,23 @@
     kvshm.recheck   the checks after it
 
 Spans are made when their time is over, of what is known then, and handed to OpenTelemetry's own
-thread, so no step waits for a collector.  Unless vLLM traces (--otlp-traces-endpoint), the engine
-has the plain RequestImporter, and OpenTelemetry is not imported.
+thread, so no step waits for a collector.  Unless vLLM traces (--otlp-traces-endpoint), no engine
+has an ImportTracer, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvshm._ground.ids import Epoch, LoadId
+from kvshm._ground.ids import Epoch
 from kvshm._ground.log import logger
-from kvshm.config import Config
 from kvshm.halves import Plan, SchedulerHalf
 from kvshm.version import __version__
 
-from .before_prefill import RequestImporter
-from .imports import Import, Tables
+from .imports import Load, RequestImport, Way
 from .request_span import given_id
 
 if TYPE_CHECKING:
@@ -36,15 +34,11 @@ log = logger(__name__)
 Attributes = dict[str, Any]
 
 
-def importer_for(
-    vllm_config: Any, cache: SchedulerHalf, config: Config, block_size: int, num_ranks: int
-) -> RequestImporter:
-    """Return an engine's importer: one that makes spans if vLLM traces."""
+def tracer_for(vllm_config: Any, cache: SchedulerHalf, block_size: int) -> ImportTracer | None:
+    """Return what makes spans of an engine's imports; None unless vLLM traces."""
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     tracer = None if endpoint is None else find_tracer(endpoint)
-    if tracer is None:
-        return RequestImporter(cache, config, block_size, num_ranks)
-    return TracedImporter(tracer, cache, config, block_size, num_ranks)
+    return None if tracer is None else ImportTracer(tracer, cache, block_size)
 
 
 def find_tracer(endpoint: str) -> Tracer | None:
@@ -91,149 +85,125 @@ def parent_of(headers: Mapping[str, str] | None) -> Context | None:
     return trace.set_span_in_context(trace.NonRecordingSpan(request))
 
 
-@dataclass
-class _Lookups:
-    """A request's lookups until it is scheduled."""
+class Begin(NamedTuple):
+    """When something began, and how often each reason for a miss had been counted by then."""
+
+    at: int
+    """Nanoseconds since 1970, as all times of spans."""
+    misses: dict[str, int]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What the spans of one import need."""
 
     parent: Context
-    times: int = 0
+    lookups: int = 0
     begun: int = 0
-    """Nanoseconds since 1970, as all times of spans."""
+    """Of the last lookup."""
     ended: int = 0
     about: Attributes = field(default_factory=dict)
+    peers: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _Load:
-    """What the spans of a load need besides the Import."""
+class ImportTracer:
+    """Makes spans of the imports of requests that carry a trace's headers.  The importer says when
+    one was matched, leased and ended.  Scheduler's thread."""
 
-    parent: Context
-    peers: list[str]
-
-
-class TracedImporter(RequestImporter):
-    """Makes spans of the requests that carry a trace's headers.  Scheduler's thread."""
-
-    def __init__(self, tracer: Tracer, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, tracer: Tracer, cache: SchedulerHalf, block_size: int) -> None:
+        """``block_size``: tokens per hash."""
         self._tracer: Tracer | None = tracer
         """None once it has failed: the engine goes on without spans."""
-        self._lookups: dict[str, _Lookups] = {}
-        """By request."""
-        self._loads: dict[LoadId, _Load] = {}
-        """By load."""
+        self._cache, self._block_size = cache, block_size
 
-    def match(self, request: Any, num_local_tokens: int) -> int | None:
-        if self._tracer is None or not request.trace_headers:
-            return super().match(request, num_local_tokens)
-        missed, begun = self._misses(), time.time_ns()
-        found = super().match(request, num_local_tokens)
-        self._safely(self._looked_up, request, num_local_tokens, begun, missed)
-        return found
+    def begin(self) -> Begin:
+        """Return what ``matched`` or ``leased`` is to be given."""
+        return Begin(time.time_ns(), self._misses())
 
-    def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
-        lookups = self._lookups.pop(request.request_id, None)
-        if lookups is None:
-            super().allocated(request, tables, num_external)
-            return
-        plan = self._plans.get(request.request_id)
-        missed, begun = self._misses(), time.time_ns()
-        super().allocated(request, tables, num_external)
-        self._safely(self._add_lookup, lookups)
-        if num_external > 0:
-            self._safely(self._leased, request.request_id, lookups.parent, plan, begun, missed)
+    def matched(self, import_: RequestImport, local_tokens: int, begin: Begin) -> None:
+        """The request was looked up."""
+        self._safely(self._matched, import_, local_tokens, begin)
 
-    def _finish(self, load_id: LoadId) -> Import:
-        done = super()._finish(load_id)
-        if (load := self._loads.pop(load_id, None)) is not None:
-            self._safely(self._loaded, done, load)
-        return done
+    def leased(self, import_: RequestImport, plan: Plan | None, begin: Begin) -> None:
+        """Blocks were allocated, and those of the plan leased if anything is to be loaded."""
+        self._safely(self._leased, import_, plan, begin)
 
-    def drop(self, load_ids: Iterable[LoadId]) -> None:
-        known = list(load_ids)
-        for load_id in known:
-            self._loads.pop(load_id, None)
-        super().drop(known)
-
-    def request_finished(self, request_id: str) -> None:
-        super().request_finished(request_id)
-        if (lookups := self._lookups.pop(request_id, None)) is not None:
-            self._safely(self._add_lookup, lookups)  # it was never scheduled
+    def ended(self, import_: RequestImport) -> None:
+        """Its load has ended, or its request before anything was allocated."""
+        self._safely(self._ended, import_)
 
     # -- the spans
 
-    def _looked_up(
-        self, request: Any, local_tokens: int, begun: int, missed: Mapping[str, int]
-    ) -> None:
-        request_id = request.request_id
-        if (lookups := self._lookups.get(request_id)) is None:
+    def _matched(self, import_: RequestImport, local_tokens: int, begin: Begin) -> None:
+        request, plan = import_.request, import_.plan
+        if import_.trace is None:
             if (parent := parent_of(request.trace_headers)) is None:
                 return
-            lookups = self._lookups[request_id] = _Lookups(parent)
-        plan = self._plans.get(request_id)
+            import_.trace = Trace(parent)
+        trace: Trace = import_.trace
         whole = (request.num_tokens - 1) // self._block_size * self._block_size
-        lookups.times += 1
-        lookups.begun, lookups.ended = begun, time.time_ns()
-        lookups.about = {
+        trace.lookups += 1
+        trace.begun, trace.ended, trace.peers = begin.at, time.time_ns(), _names(plan)
+        trace.about = {
             "requested_tokens": max(0, whole - local_tokens),
             "hit_tokens": 0 if plan is None else plan.length * self._block_size,
             "local_tokens": local_tokens,
-            "lookups": lookups.times,
-            "peers": _names(plan),
-            "miss": self._reason(missed),
+            "lookups": trace.lookups,
+            "peers": trace.peers,
+            "miss": self._reason(begin.misses),
         }
 
-    def _add_lookup(self, lookups: _Lookups) -> None:
-        self._add("lookup", lookups.parent, lookups.begun, lookups.ended, lookups.about)
+    def _add_lookup(self, trace: Trace) -> None:
+        self._add("lookup", trace.parent, trace.begun, trace.ended, trace.about)
 
-    def _leased(
-        self,
-        request_id: str,
-        parent: Context,
-        plan: Plan | None,
-        begun: int,
-        missed: Mapping[str, int],
-    ) -> None:
-        ended = time.time_ns()
-        made = next((i for i in reversed(self._new.values()) if i.request_id == request_id), None)
-        if made is None:
+    def _leased(self, import_: RequestImport, plan: Plan | None, begin: Begin) -> None:
+        ended, trace = time.time_ns(), import_.trace
+        self._add_lookup(trace)
+        if not import_.has_load:
+            import_.trace = None
             return
-        load = made.load
-        self._loads[load.load_id] = _Load(parent, _names(plan))
+        order = import_.load.order
+        trace.peers = _names(plan)
         about = {
-            "blocks": len(load.targets),
-            "lost": len(load.lost),
-            "peers": _names(plan),
-            "at_once": self.at_once.withholds(request_id),
-            "miss": self._reason(missed),
+            "blocks": len(order.targets),
+            "lost": len(order.lost),
+            "peers": trace.peers,
+            "at_once": import_.way is Way.AT_ONCE,
+            "miss": self._reason(begin.misses),
         }
-        self._add("lease", parent, begun, ended, about)
+        self._add("lease", trace.parent, begin.at, ended, about)
 
-    def _loaded(self, done: Import, load: _Load) -> None:
+    def _ended(self, import_: RequestImport) -> None:
+        trace, import_.trace = import_.trace, None
+        if import_.has_load:
+            self._loaded(import_.load, trace)
+        else:
+            self._add_lookup(trace)  # it was never scheduled
+
+    def _loaded(self, load: Load, trace: Trace) -> None:
         """All ranks have reported."""
-        times = [report.times for report in done.reports if report.times is not None]
+        times = [report.times for report in load.reports if report.times is not None]
         now = time.time()
         begun = min((t.begun for t in times), default=now)
         copied = max((t.copied for t in times), default=now)
         checked = max((t.checked for t in times), default=now)
         at = [int(seconds * 1e9) for seconds in (begun, copied, checked)]
-        targets, nbytes = done.load.targets, done.load.nbytes * len(times)
-        paths = {str(path) for r in done.reports for path in r.paths if path is not None}
+        targets, nbytes = load.order.targets, load.order.nbytes * len(times)
+        paths = {str(path) for r in load.reports for path in r.paths if path is not None}
         about = {
             "blocks": len(targets),
             "bytes": nbytes,
             "path": sorted(paths),
-            "peers": load.peers,
+            "peers": trace.peers,
         }
-        self._add("copy", load.parent, at[0], at[1], about)
-        reasons = {str(f.reason) for report in done.reports for f in report.failures}
-        good = sum(len(part.blocks) for part in done.good)
+        self._add("copy", trace.parent, at[0], at[1], about)
+        reasons = {str(f.reason) for report in load.reports for f in report.failures}
         about = {
-            "blocks": good,
-            "discarded": len(done.bad.intersection(targets)),
+            "blocks": sum(len(part.blocks) for part in load.good),
+            "discarded": len(load.bad.intersection(targets)),
             "reasons": sorted(reasons),
         }
-        self._add("recheck", load.parent, at[1], at[2], about)
+        self._add("recheck", trace.parent, at[1], at[2], about)
 
     def _add(self, name: str, parent: Context, begun: int, ended: int, about: Attributes) -> None:
         assert self._tracer is not None  # ``_safely`` calls nothing then
@@ -250,8 +220,6 @@ class TracedImporter(RequestImporter):
             method(*args)
         except Exception:  # any: the import has been dealt with, and must not count as failed
             self._tracer = None
-            self._lookups.clear()
-            self._loads.clear()
             log.warning("no more trace spans from this engine", exc_info=True)
 
     # -- why not

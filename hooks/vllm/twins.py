@@ -4,41 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .imports import Import
+from .imports import RequestImport
 
 TWIN_WAIT_SECONDS = 0.1
 """How long a request waits for another request's import of the same prefix."""
 
 
 class Twins:
-    """The first block of each import under way, and who waits for it.  Scheduler's thread."""
+    """The first block of each import under way.  Scheduler's thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._importing: dict[bytes, str] = {}
-        """By the hash of an import's first block: its request."""
-        self._waiting_since: dict[str, float] = {}
+        self._importing: dict[bytes, RequestImport] = {}
+        """By the hash of the first block."""
 
-    def waits(self, request_id: str, first_hash: bytes) -> bool:
+    def waits(self, import_: RequestImport, first_hash: bytes) -> bool:
         """Whether the request is to wait, for TWIN_WAIT_SECONDS at most, for another one's import
         of the block that it needs first."""
         other = self._importing.get(first_hash)
-        if other is None or other == request_id:
-            self._waiting_since.pop(request_id, None)
+        if other is None or other.request_id == import_.request_id:
+            import_.waits_since = None
             return False
-        since = self._waiting_since.setdefault(request_id, self._clock())
-        return self._clock() - since < TWIN_WAIT_SECONDS
+        if import_.waits_since is None:
+            import_.waits_since = self._clock()
+        return self._clock() - import_.waits_since < TWIN_WAIT_SECONDS
 
-    def begun(self, made: Import) -> None:
-        """An import begins."""
-        for block_hash in made.chain[made.start : made.start + 1]:
-            self._importing[block_hash] = made.request_id
+    def begun(self, import_: RequestImport) -> None:
+        """The blocks of an import are allocated."""
+        if import_.load.first_hash is not None:
+            self._importing[import_.load.first_hash] = import_
 
-    def ended(self, done: Import) -> None:
-        """An import has ended."""
-        for block_hash in [h for h, name in self._importing.items() if name == done.request_id]:
-            del self._importing[block_hash]
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._waiting_since.pop(request_id, None)
+    def ended(self, import_: RequestImport) -> None:
+        """The load of an import has ended."""
+        first_hash = import_.load.first_hash
+        if first_hash is not None and self._importing.get(first_hash) is import_:
+            del self._importing[first_hash]

@@ -135,11 +135,9 @@ class Played:
         side = self.e.connector._scheduler
         importer, tracker = side.importer, side.tracker
         pool = self.e.scheduler.kv_cache_manager.block_pool
-        kept = (importer._imports, importer._twins._importing, importer._plans, importer._ended)
+        kept = (importer.imports, importer._loads, importer._twins._importing)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
-        kept += (tracker._promised, tracker._held, importer._failed, importer.at_once.withheld)
-        kept += (importer.lookups._answers,)
-        return free and not any(kept)
+        return free and not any((*kept, tracker._promised, tracker._held))
 
 
 def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]:

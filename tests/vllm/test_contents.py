@@ -118,7 +118,9 @@ class Node:
         self.others.pop(name := request.request_id, None)
         if not self.side.may_import():
             return 0, False
-        if first >= last or kind < 0.5 or name in self.side.importer._failed:
+        import_ = self.side.importer.imports.get(name)
+        lost_blocks = import_ is not None and not import_.may_import
+        if first >= last or kind < 0.5 or lost_blocks:
             return 0, False
         count = self.rnd.randint(1, last - first)
         self.hashes[name] = range(local // BLOCK_SIZE, (first + count) * self.groups.step)
@@ -140,13 +142,13 @@ class Node:
             tables[group.number][index]: (group, index)
             for group, index in self.to_fill(self.hashes[name], tables)
         }
-        made = importer._imports[name]
-        assert made.targets == tuple(places), "these blocks are the load's"
+        load = importer.imports[name].load
+        assert load.targets == tuple(places), "these blocks are the load's"
         # A load that brings something, although no peer has it.
-        piece = Piece(Epoch(77), (), b"", b"", made.targets, 0)
+        piece = Piece(Epoch(77), (), b"", b"", load.targets, 0)
         table = self.side.cache.table
         epoch = table.epoch if table is not None else Epoch(0)
-        made.load = LoadOrder(name, epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
+        load.order = LoadOrder(name, epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
 
     def to_fill(self, hashes: range, tables: list[list[int]]) -> list[Place]:
         """The blocks that vLLM has allocated for a load of so much."""

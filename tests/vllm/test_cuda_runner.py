@@ -260,13 +260,13 @@ def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
         ],
         "blocks": BLOCKS - 1 - b.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "noted": {name: kept for name, kept in noted.items() if kept},
-        "awaited": set(importer.at_once.withheld),
+        "step": set(importer.step.imports),
         "under way": set(b.worker._worker._under_way),
     }
 
 
 NOTHING = {name: [] for name in ("leases", "tickets")} | {
-    "blocks": 0, "noted": {}, "awaited": set(), "under way": set(),
+    "blocks": 0, "noted": {}, "step": set(), "under way": set(),
 }  # fmt: skip
 
 

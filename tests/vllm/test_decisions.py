@@ -78,7 +78,9 @@ class Node:
         for _ in range(40):
             self.step(per_token)
         self.e.add("prefills", prompt(15, tail=16, first=500), max_tokens=1, cache_salt="own")
-        self.side.importer._failed.add("prefills")  # computed, whatever the peer holds
+        self.side.importer.compute_from_now(
+            self.e.scheduler.requests["prefills"]
+        )  # computed, whatever the peer holds
         self.step(per_token)
 
     def answer(self, sent: Sent, *bad: int, why: LoadFailure = LoadFailure.RECLAIMED) -> None:
@@ -177,7 +179,7 @@ def test_of_steps_that_only_decode_a_few_are_timed(
         n.side.cache.planner.costs, "add_step", lambda tokens, _: seen.append(tokens)
     )
     n.e.add("decodes", prompt(0), max_tokens=17)
-    n.side.importer._failed.add("decodes")
+    n.side.importer.compute_from_now(n.e.scheduler.requests["decodes"])
     for _ in range(17):
         n.e.step()
     assert seen[0] == len(prompt(0))
@@ -272,7 +274,7 @@ def test_a_peer_whose_copy_was_too_late_is_not_waited_for_a_while(
 def crowd(n: Node) -> None:
     """A request occupies eight blocks; another one wants to import beside it for five steps."""
     n.e.add("big", prompt(8), max_tokens=10, cache_salt="own")
-    n.side.importer._failed.add("big")
+    n.side.importer.compute_from_now(n.e.scheduler.requests["big"])
     n.e.step()
     n.attach()
     n.e.add("wants", prompt(BLOCKS, first=2000), max_tokens=1)
@@ -290,7 +292,7 @@ def test_what_does_not_fit_is_looked_up_again_when_blocks_become_free(
         n.e.step()
     assert n.lookups == 1
     assert len(n.e.schedule().metadata.at_once) == 1
-    assert n.side.importer._had_no_room == {}
+    assert n.side.importer.imports["wants"].no_room == (-1, 0.0)
 
 
 def test_what_does_not_fit_is_looked_up_again_after_a_while(node: Callable[..., Node]) -> None:
@@ -346,8 +348,8 @@ def test_who_is_left_out_of_a_step_for_the_tokens_it_may_compute_is_matched_agai
     """Without chunked prefill it is scheduled whole or not at all, however much memory there is."""
     n = node(num_blocks=100, max_num_batched_tokens=512, enable_chunked_prefill=False)
     n.attach()
-    n.side.importer._failed.add("other")  # computed, whatever the peer holds
-    n.e.add("other", prompt(25, tail=1, first=9000), max_tokens=8)
+    other = n.e.add("other", prompt(25, tail=1, first=9000), max_tokens=8)
+    n.side.importer.compute_from_now(other)  # whatever the peer holds
     n.e.add("wants", prompt(BLOCKS + 8, first=2000), max_tokens=2)
     first = n.e.schedule()
     n.answer(first)

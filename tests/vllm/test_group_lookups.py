@@ -14,6 +14,7 @@ from kvshm._engine.groups import Part
 from kvshm._ground.ids import Epoch
 from kvshm._shm.counters import MISS_LEASE_LOST, MISS_TOO_LONG, MISS_TOO_SHORT
 from kvshm.hooks.vllm.before_prefill import RequestImporter
+from kvshm.hooks.vllm.imports import RequestImport
 from kvshm.hooks.vllm.lookups import KEPT_SECONDS
 
 from ..unit.pulsing import pulsing
@@ -31,8 +32,10 @@ def observed(e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> Observed:
     """The engine's importer, the time that it sees, and the searches that it makes."""
     importer, now, asked = e.connector._scheduler.importer, [1000.0], list[Any]()
     monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
-    lookup = importer._planner.lookup
-    monkeypatch.setattr(importer._planner, "lookup", lambda *a: (asked.append(a), lookup(*a))[1])
+    lookup = importer._cache.planner.lookup
+    monkeypatch.setattr(
+        importer._cache.planner, "lookup", lambda *a: (asked.append(a), lookup(*a))[1]
+    )
     return importer, now, asked
 
 
@@ -67,7 +70,7 @@ def test_what_was_found_and_declined_is_not_looked_up_in_every_step(
     """Because computing is faster.  The boundary is that of the lookup."""
     peer = peer_of(e)
     importer, now, asked = observed(e, monkeypatch)
-    monkeypatch.setattr(importer._planner, "worth", lambda *_: False)
+    monkeypatch.setattr(importer._cache.planner, "worth", lambda *_: False)
     request = e.add("a", prompt(10))
     peer.hold(request, Part(0, 0, 6), Part(1, 0, 4))
     for seconds, times in ((0.0, 1), (0.09, 1), (0.11, 2)):
@@ -113,7 +116,7 @@ def test_prompts_that_wait_for_their_turn_to_copy_are_looked_up_once(
         e.scheduler.finish_requests(name, request.status.FINISHED_ABORTED)
         peer.hold(request, *(Part(g, 0, 6) for g in range(int(copied == "own"), 2)))
     asked.clear()
-    monkeypatch.setattr(importer._planner.costs, "load_seconds", lambda nbytes: 1.0)
+    monkeypatch.setattr(importer._cache.planner.costs, "load_seconds", lambda nbytes: 1.0)
     kept = []
     monkeypatch.setattr(importer.room, "keep", kept.append)
     for name, tokens in prompts.items():
@@ -122,7 +125,7 @@ def test_prompts_that_wait_for_their_turn_to_copy_are_looked_up_once(
         (load,) = e.schedule().metadata.loads
         assert load.load_id == f"r{number - 1}"
         assert len(kept) == (number if copied == "own" else 0)
-        assert load.load_id not in importer.lookups._answers
+        assert importer.imports[load.load_id].answer is None
     assert len(asked) == 4
 
 
@@ -167,23 +170,23 @@ def test_a_plan_that_cannot_succeed_any_more_is_not_kept(
     peer = peer_of(e)
     importer, _, asked = observed(e, monkeypatch)
     peer.hold_all(prompt(6))
-    request = e.add("a", prompt(6))
-    assert importer.lookups.find(request, 0, 6) is importer.lookups.find(request, 0, 6) is not None
+    import_ = RequestImport(e.add("a", prompt(6)))
+    assert importer.lookups.find(import_, 0, 6) is importer.lookups.find(import_, 0, 6) is not None
     assert len(asked) == 1
     happens(e, peer)
-    assert importer.lookups.find(request, 0, 6) is None
+    assert importer.lookups.find(import_, 0, 6) is None
 
 
 def test_a_plan_of_a_killed_peer_is_not_kept(e: DrivenEngine, peer_of: Any) -> None:
     """From the moment of its death, which the kernel marks: no coordinator has told."""
     peer = peer_of(e)
     peer.hold_all(prompt(6))
-    lookups, request = e.connector._scheduler.importer.lookups, e.add("a", prompt(6))
+    lookups, import_ = e.connector._scheduler.importer.lookups, RequestImport(e.add("a", prompt(6)))
     with pulsing(peer.exporter.table) as process:
-        assert lookups.find(request, 0, 6) is lookups.find(request, 0, 6) is not None
+        assert lookups.find(import_, 0, 6) is lookups.find(import_, 0, 6) is not None
         process.kill()
         process.wait()
-        assert lookups.find(request, 0, 6) is None
+        assert lookups.find(import_, 0, 6) is None
 
 
 def test_a_plan_is_kept_for_a_second_and_for_its_local_hit(
@@ -192,7 +195,7 @@ def test_a_plan_is_kept_for_a_second_and_for_its_local_hit(
     peer = peer_of(e)
     importer, now, asked = observed(e, monkeypatch)
     peer.hold_all(prompt(6))
-    request = e.add("a", prompt(6))
+    import_ = RequestImport(e.add("a", prompt(6)))
     for start, stop, seconds, searches in (
         (0, 6, 0.0, 1),
         (0, 6, KEPT_SECONDS - 0.01, 1),
@@ -201,7 +204,7 @@ def test_a_plan_is_kept_for_a_second_and_for_its_local_hit(
         (2, 5, KEPT_SECONDS, 4),
     ):
         now[0] = 1000 + seconds
-        plan = importer.lookups.find(request, start, stop)
+        plan = importer.lookups.find(import_, start, stop)
         assert plan is not None
         assert (plan.start, plan.start + plan.length) == (start, stop)
         assert len(asked) == searches
@@ -238,9 +241,9 @@ def test_a_plan_of_which_a_part_cannot_be_leased_is_a_miss(e: DrivenEngine, peer
     peer = peer_of(e)
     peer.hold_all(prompt(6))
     importer, request = e.connector._scheduler.importer, e.add("a", prompt(6))
-    plan = importer.lookups.find(request, 0, 6)
+    plan = importer.lookups.find(RequestImport(request), 0, 6)
     assert plan is not None
     peer.exporter.table.retract([peer.used])
-    load = importer._planner.load(plan, "a", range(plan.num_blocks))
+    load = importer._cache.planner.load(plan, "a", range(plan.num_blocks))
     assert not load.pieces
     assert e.table.counters.read(MISS_LEASE_LOST) == 1

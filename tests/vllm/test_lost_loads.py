@@ -82,8 +82,10 @@ def forgotten(e: DrivenEngine, one: Worker) -> None:
 
     def forget(*args: Any) -> None:
         allocated(*args)
-        e.connector._scheduler.importer._imports.clear()
-        e.connector._scheduler.importer._new.clear()
+        importer = e.connector._scheduler.importer
+        importer.imports.clear()
+        importer._loads.clear()
+        importer.step.imports.clear()
 
     e.connector._scheduler.importer.allocated = forget
 
@@ -93,9 +95,9 @@ def taken_for_another(e: DrivenEngine, one: Worker) -> None:
     register = e.connector._scheduler.importer._register
 
     def registered(*args: Any) -> Any:
-        made = register(*args)
-        made.way = Way.AT_ONCE
-        return made
+        import_ = register(*args)
+        import_.way = Way.AT_ONCE
+        return import_
 
     e.connector._scheduler.importer._register = registered
     one.cache.load_at_once = lambda loads, _: [LoadReport(each.load_id, ()) for each in loads]

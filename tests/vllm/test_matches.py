@@ -215,9 +215,9 @@ def test_a_failure_before_a_load_lands_leaves_nothing_behind(
     monkeypatch.setattr(side.importer, "reported", fail)
     e.run(sent, report)
     monkeypatch.undo()
-    assert (side.importer._imports, side.importer._twins._importing) == ({}, {})
-    assert ("a" in side.importer._failed) is not ended
-    assert side.importer._ended == set()
+    assert (side.importer._loads, side.importer._twins._importing) == ({}, {})
+    left = {name: each.may_import for name, each in side.importer.imports.items()}
+    assert left == ({} if ended else {"a": False})
     e.add("b", prompt(3), max_tokens=4)
     assert "b" in e.schedule().output.num_scheduled_tokens
 

@@ -30,7 +30,7 @@ class Promised:
             patch.setattr(e.connector, "get_num_new_matched_tokens", lambda *_: found)
             patch.setattr(e.connector, "update_state_after_alloc", lambda *_: None)
             patch.setattr(e.connector._scheduler.importer, "loads", self._loads)
-            e.connector._scheduler.importer.has_news = True  # as by an allocation
+            e.connector._scheduler.importer.step.has_news = True  # as by an allocation
             self.request = e.add("a", prompt(5), max_tokens=40)
             self.under_way: list[Sent] = [e.schedule()]
         if e.asynchronous:

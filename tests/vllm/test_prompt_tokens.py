@@ -24,7 +24,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
 )
-from kvshm.hooks.vllm.imports import Import, Way
+from kvshm.hooks.vllm.imports import Load, RequestImport, Stage
 from kvshm.hooks.vllm.metrics import LoadStats
 
 from . import test_at_once
@@ -80,9 +80,9 @@ class Node(test_at_once.Node):
         self.e.scheduler.update_from_output = heard
         finish = self.side.importer.finish_awaited
 
-        def finish_awaited(*args: Any) -> list[Import]:
+        def finish_awaited(*args: Any) -> list[RequestImport]:
             ended = finish(*args)
-            failed = {done.request_id for done in ended if not done.good}
+            failed = {import_.request_id for import_ in ended if not import_.load.good}
             self.brought.update(dict.fromkeys(failed & self.awaited_first, 0))
             return ended
 
@@ -111,7 +111,7 @@ class Node(test_at_once.Node):
 
     def requests_of(self, sent: Sent) -> set[str]:
         """Whose loads the step waits for."""
-        imports = self.side.importer._imports
+        imports = self.side.importer._loads
         return {imports[load.load_id].request_id for load in sent.metadata.at_once}
 
     def fill(self, load: LoadOrder, request: Request, tables: list[list[int]]) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.check()
     node.check_requests()
     prompts = node.side.prompts
-    assert (prompts._imported, prompts._awaited, prompts._reports) == ({}, {}, {})
+    assert (node.side.importer.imports, prompts._reports) == ({}, {})
     assert node.preempted
     assert all(counted(node.e))
     assert tuple(node.told.data["prompt_tokens"].values()) == counted(node.e)
@@ -290,8 +290,9 @@ def test_only_what_a_peer_has_brought_is_a_peers(
     if source is not None:
         pieces = tuple(Piece(Epoch(each), (), b"", b"", (), 0) for each in source)
         load = LoadOrder("r", Epoch(OWN), NO_TICKET, NO_LEASE_BIT, pieces, ())
-        side.importer.unscheduled.add("r")
-        side.prompts.load_ended(Import("r", Way.ASYNCHRONOUS, load, [], 2, ()))
+        ended = RequestImport(request, stage=Stage.ENDED)
+        ended.load = Load(load, None, ())
+        side.importer.imports["r"] = ended
     new = SimpleNamespace(req_id="r", num_computed_tokens=arrived)
     side.prompts.step_built([new], {"r": request})
     assert counted(e) == wanted

@@ -34,7 +34,6 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from kvshm._engine.load_plan import CopyTimes, LoadFailure, LoadReport, PieceFailure
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import Epoch
-from kvshm.hooks.vllm.before_prefill import RequestImporter
 from kvshm.hooks.vllm.request_span import SPAN_HEADER, announce_request_spans, given_id
 from kvshm.hooks.vllm.tracing import find_tracer, parent_of
 from kvshm.interfaces import Region
@@ -79,7 +78,7 @@ class Collector:
 
     def named(self, e: DrivenEngine) -> dict[str, Any]:
         """The spans that the engine has made so far."""
-        tracer: Any = e.connector._scheduler.importer._tracer
+        tracer: Any = e.connector._scheduler.importer._tracer._tracer
         assert tracer.span_processor.force_flush()
         assert len({span.name for span in self.spans}) == len(self.spans)
         return {span.name: span for span in self.spans}
@@ -108,7 +107,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def traced(engine: Make, collector: Collector) -> Iterator[DrivenEngine]:
     e = engine(otlp_traces_endpoint=collector.endpoint)
     yield e
-    if (tracer := e.connector._scheduler.importer._tracer) is not None:
+    if (tracer := e.connector._scheduler.importer._tracer._tracer) is not None:
         tracer.span_processor.shutdown()
 
 
@@ -211,7 +210,7 @@ def test_leases_that_were_lost_say_why(
     copy = spans["kvshm.copy"]
     assert copy.end_time_unix_nano == copy.start_time_unix_nano
     assert about(spans["kvshm.recheck"])["kvshm.blocks"] == 0
-    assert importer._loads == {}
+    assert importer.imports["r"].trace is None
 
 
 @pytest.mark.parametrize("headers", [None, {}, {"traceparent": "nonsense"}, UNSAMPLED])
@@ -236,7 +235,7 @@ def test_a_request_that_is_never_scheduled_leaves_nothing_behind(
     importer.request_finished("r")
     (lookup,) = collector.named(traced).values()
     assert about(lookup)["kvshm.lookups"] == 3
-    assert importer._lookups == {}
+    assert importer.imports == {}
 
 
 def test_an_error_ends_the_spans_and_nothing_else(
@@ -244,7 +243,7 @@ def test_an_error_ends_the_spans_and_nothing_else(
 ) -> None:
     peer_of(traced).hold_all(prompt(6))
     importer = traced.connector._scheduler.importer
-    monkeypatch.setattr(importer, "_add", lambda *_: [].pop())
+    monkeypatch.setattr(importer._tracer, "_add", lambda *_: [].pop())
     sent = load_of(traced)
     (load,) = sent.metadata.loads
     assert len(load.targets) == 6
@@ -254,20 +253,17 @@ def test_an_error_ends_the_spans_and_nothing_else(
     ]
 
 
-def test_without_an_endpoint_the_importer_is_the_plain_one(engine: Make) -> None:
-    assert type(engine().connector._scheduler.importer) is RequestImporter
+def test_without_an_endpoint_nothing_is_traced(engine: Make) -> None:
+    assert engine().connector._scheduler.importer._tracer is None
 
 
 OFF = """
 import sys
 from types import SimpleNamespace
-from kvshm.config import Config
 from kvshm.hooks.vllm import before_prefill, plugin, request_span, tracing
 
 off = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
-cache = SimpleNamespace(planner=None)
-importer = tracing.importer_for(off, cache, Config(), 16, 1)
-assert type(importer) is before_prefill.RequestImporter
+assert tracing.tracer_for(off, None, 16) is None
 assert not [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]
 """
 
