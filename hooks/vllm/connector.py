@@ -40,7 +40,6 @@ from kvshm.errors import ConfigError, KvshmError
 from ..boundary import guarded, report, timed
 from .admission import admit
 from .declining import decline_engine
-from .imports import ids_of
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
@@ -119,7 +118,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Fail closed: withdraw everything, so that no peer reads blocks that nothing guards."""
         if self._scheduler is not None:
-            self._scheduler.turn_off(f"{hook}: {exc}")
+            self._scheduler.epochs.turn_off(f"{hook}: {exc}")
         if self._worker is not None:
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
@@ -237,13 +236,15 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
             return
         given = dict(enumerate(metadata[key] for key in sorted(metadata)))
         own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
-        self._scheduler.started(given if own else None, Ranks.of_caller(), self.call_may_write)
+        self._scheduler.epochs.started(
+            given if own else None, Ranks.of_caller(), self.call_may_write
+        )
 
     @guarded(_nothing)
     def call_may_write(self, call: str) -> None:
         """Somebody calls the ranks, and the call may write weights (rank_calls.py)."""
         if self._scheduler:
-            self._scheduler.call_may_write(call)
+            self._scheduler.epochs.call_may_write(call)
 
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -261,20 +262,20 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def blocks_wanted(self, count: int) -> None:
         """vLLM takes so many blocks, and some free ones may be kept (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.tracker:
-            self._scheduler.tracker.kept.put_last(count)
+        if self._scheduler:
+            self._scheduler.blocks_wanted(count)
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """These blocks are about to get new contents (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.tracker:
-            self._scheduler.tracker.blocks_handed_out(blocks)
+        if self._scheduler:
+            self._scheduler.blocks_handed_out(blocks)
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
         """A block loses its hash (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.tracker:
-            self._scheduler.tracker.blocks_change([block])
+        if self._scheduler:
+            self._scheduler.block_changes(block)
 
     @guarded(_nothing)
     def pool_will_reset(self) -> None:
@@ -286,7 +287,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def pool_reset(self) -> None:
         """vLLM has dropped its prefix cache, perhaps because the weights changed."""
         if self._scheduler:
-            self._scheduler.reset()
+            self._scheduler.epochs.reset()
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
@@ -306,13 +307,11 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @timed("allocated")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
-            tables = ids_of(blocks) if num_external_tokens else []
-            self._scheduler.importer.allocated(request, tables, num_external_tokens)
+            self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request waits for a load: register one that will be reported as lost."""
-        if self._scheduler and num_external_tokens > 0:
-            self._scheduler.importer.allocation_failed(request, ids_of(blocks), num_external_tokens)
+        if self._scheduler:
+            self._scheduler.allocation_failed(request, blocks, num_external_tokens)
 
     # After any error here, the loads must still be handed over.
     @guarded(lambda self, output: self._scheduler.build_after_failure(output))
@@ -388,7 +387,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
         if self._scheduler:
-            self._scheduler.reset()
+            self._scheduler.epochs.reset()
         return True
 
     def shutdown(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,25 @@ from typing import Any
 from kvshm._ground.ids import BlockId
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
-from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
+from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
-from .descriptions import RankDescriptions
+from .epochs import Epochs, fields_of
 from .groups import groups_of
 from .held_requests import compute_lost, compute_lost_anyway, end_all_loads
-from .identity import scheduler_fields, with_none_hash
-from .imports import RequestImport
-from .messages import QuietStep, RankDescription, RankReport, StepMetadata
+from .imports import RequestImport, ids_of
+from .messages import QuietStep, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
 from .pool_watch import PoolListener, watch_pool
 from .prompt_tokens import PromptTokens
-from .ranks import Given, Ranks
 from .request_share import OptionChecks
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
 from .stuck import free_stuck
 from .tracing import tracer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
-from .weight_changes import WeightChanges
 
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""
@@ -69,17 +66,14 @@ class SchedulerSide:
         self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
-        self._ranks: Ranks | None = None
-        self._off = False  # whether a hook has failed
         self._step = 0
         self._idle_since: float | None = None  # None: the last step had a forward pass
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
-        self._announced: int | None = None  # the last epoch that the ranks were told to open
-        self.descriptions = RankDescriptions(ranks, time.monotonic)
-        self._changes = WeightChanges(self.cache)
+        fields = fields_of(vllm_config, kv_cache_config)
+        self.epochs = Epochs(self.cache, config, ranks, fields, self._epoch_ended)
 
-    # -- start and epochs
+    # -- start
 
     def bind(
         self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None
@@ -111,10 +105,27 @@ class SchedulerSide:
         self.tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
         return self.tracker.kept.may_exist
 
+    # -- vLLM's pool
+
+    def blocks_wanted(self, count: int) -> None:
+        """vLLM takes so many blocks, and some free ones may be kept."""
+        if self.tracker is not None:
+            self.tracker.kept.put_last(count)
+
+    def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
+        """These blocks are about to get new contents."""
+        if self.tracker is not None:
+            self.tracker.blocks_handed_out(blocks)
+
+    def block_changes(self, block: BlockId) -> None:
+        """A block loses its hash."""
+        if self.tracker is not None:
+            self.tracker.blocks_change([block])
+
     def may_import(self) -> bool:
         """Whether imports may begin now."""
         role, vllm = self.cache.role, self._vllm
-        return not (self._off or role.no_imports or vllm is None) and vllm.may_import()
+        return not (self.epochs.off or role.no_imports or vllm is None) and vllm.may_import()
 
     def prepare_pool_reset(self) -> None:
         """vLLM is about to reset its cache, for which all blocks must be free."""
@@ -123,7 +134,7 @@ class SchedulerSide:
 
     def _give_up_loads(self) -> set[str]:
         """End all loads under way, without a step; returns the requests whose loads have ended."""
-        return end_all_loads(self.importer, self._ranks, self.reset)
+        return end_all_loads(self.importer, self.epochs.ranks, self.epochs.reset)
 
     def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
         """Let steps wait for short imports.  Not on a GPU with speculation: a drafter writes late,
@@ -134,67 +145,11 @@ class SchedulerSide:
         if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
-    def reset(self, soon: bool = True) -> None:
-        """End the epoch: withdraw everything now, and have the ranks describe themselves again.
-        Not ``soon``: perhaps for nothing, so later if that has taken much of the time."""
-        self.withdraw()
-        self.descriptions.want(not self._off, soon)
-
-    def call_may_write(self, call: str) -> None:
-        """Somebody is about to call the ranks, and the call may write weights."""
-        self._changes.called(call)
-        self.reset(soon=False)
-        if self._ranks is not None:
-            self._ranks.weights_change()
-
-    def turn_off(self, error: str) -> None:
-        """A hook failed, so nothing guards the published blocks any more: withdraw them, and share
-        nothing until the engine is started again."""
-        self.cache.count(HOOK_ERRORS)
-        self.cache.log_error(error)
-        self._off, self.descriptions.wanted, self.tracker = True, False, None
-        self.withdraw()
-        self.cache.record_declined(f"kvshm is off until the engine is restarted: {error}")
-
-    def withdraw(self) -> None:
-        """Publish and import nothing until another epoch begins."""
-        self.cache.end_epoch()
-        if self.tracker is not None:
+    def _epoch_ended(self) -> None:
+        if self.epochs.off:
+            self.tracker = None
+        elif self.tracker is not None:
             self.tracker.stop_expecting()
-        self.descriptions.forget()
-
-    def started(self, given: Given, ranks: Ranks | None, may_write: Callable[[str], None]) -> None:
-        """The ranks have started.  ``given``: their descriptions; None: ask the ranks.
-        ``may_write`` is called before later calls of the ranks that may write weights.  vLLM says
-        so again when the KV cache wakes up: the weights may sleep then, so no rank is asked."""
-        if self._ranks is not None:
-            return
-        self._ranks = ranks
-        if ranks is not None:
-            ranks.watch_calls(may_write, self._config.read_only_calls.split(","))
-        self.ranks_described((ranks.describe() if given is None and ranks else given) or {})
-        self._check_descriptions(0)
-
-    def _check_descriptions(self, step: int) -> None:
-        """``step`` has ended.  If a description that was due by then is missing, no epoch can
-        begin: log that, stop waiting for descriptions and keep no marks of blocks."""
-        if reason := self.descriptions.why_missing(step):
-            self.cache.decline(reason)
-            self.withdraw()
-
-    def ranks_described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
-        """Ranks have described themselves; with the last description the next epoch can begin.
-        ``answers``: number of the reset after which they were asked."""
-        if self._off or (ordered := self.descriptions.take(ranks, answers)) is None:
-            return
-        if refusal := next((d.refusal for d in ordered if d.refusal), ""):
-            self.cache.decline(refusal)
-            self.withdraw()
-            return
-        of_ranks = [d.fields for d in ordered]
-        fields = scheduler_fields(self._vllm_config, self._kv_cache_config, of_ranks)
-        infos = [d.info for d in ordered if d.info]
-        self.cache.open_epoch(infos, partial(with_none_hash, fields))
 
     # -- requests
 
@@ -209,6 +164,16 @@ class SchedulerSide:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
         return self.prompts.finished(request)
+
+    def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
+        """vLLM has allocated blocks, some of them for what ``match`` has found."""
+        tables = ids_of(blocks) if num_external else []
+        self.importer.allocated(request, tables, num_external)
+
+    def allocation_failed(self, request: Any, blocks: Any, num_external: int) -> None:
+        """``allocated`` has failed.  The request waits for a load: one is reported as lost."""
+        if num_external > 0:
+            self.importer.allocation_failed(request, ids_of(blocks), num_external)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again, as at the
@@ -232,10 +197,10 @@ class SchedulerSide:
         self._option_checks.step_built(output.scheduled_new_reqs, self._vllm)
         self._idle_since = None if tokens else self._idle_since or time.monotonic()
         if self.importer.held:
-            compute_lost(self.importer, self.tracker, self._vllm, self._ranks)
+            compute_lost(self.importer, self.tracker, self._vllm, self.epochs.ranks)
         if not tokens and self.importer.unscheduled:
             free_stuck(self._vllm, self.importer, self.cache)
-        news = not tokens or self.descriptions.wanted or self.importer.step.has_news
+        news = not tokens or self.epochs.descriptions.wanted or self.importer.step.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
@@ -261,7 +226,7 @@ class SchedulerSide:
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
         completes: CompletedRuns = []
         # In a step that runs the model: an idle one may come between a reset and its new weights.
-        describe = self.descriptions.ask(self._step) if busy else 0
+        describe = self.epochs.descriptions.ask(self._step) if busy else 0
         if (tracker := self.tracker) is not None:
             tracker.update_expecting(epoch_state)
             tracker.expecting |= describe > 0
@@ -274,7 +239,7 @@ class SchedulerSide:
         self.cache.publisher.drain_before_dispatch()
         metadata = StepMetadata(
             step=self._step if busy else 0,
-            open_epoch=self._newly_opened(),
+            open_epoch=self.epochs.newly_opened(),
             describe=describe,
             loads=loads,
             at_once=at_once,
@@ -294,19 +259,12 @@ class SchedulerSide:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
             patience = self.importer.at_once.step_built()
             self.importer.step_dispatched()
-            compute_lost_anyway(self.importer, self.tracker, self._vllm, self._ranks)
+            compute_lost_anyway(self.importer, self.tracker, self._vllm, self.epochs.ranks)
         except Exception as exc:  # perhaps the same error again
             if not self.importer.step_waits:
                 return StepMetadata(step=0)
             raise MemoryInUse(f"the step computes from blocks that nothing fills: {exc}") from exc
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
-
-    def _newly_opened(self) -> int:
-        if (table := self.cache.table) is None or table.epoch == self._announced:
-            return 0
-        self._announced = table.epoch
-        self._changes.epoch_began()
-        return table.epoch
 
     def before_output(self, output: Any, result: Any) -> None:
         """vLLM is about to handle a step's output: finish the imports that the step waited for,
@@ -362,8 +320,7 @@ class SchedulerSide:
         if report is not None:
             self._handle_report(report)
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
-            self.descriptions.unanswered()  # no worker runs kvshm's connector
-            self._check_descriptions(0)
+            self.epochs.unanswered()
         for import_ in self.importer.finish(finished) if finished else ():
             if self.tracker is not None:
                 self.tracker.import_ended(import_.request_id, import_.load.good)
@@ -376,26 +333,16 @@ class SchedulerSide:
         """Handle what the ranks report of times, epochs, weights and attached peers."""
         if report.step:
             self._times.ended(report.step)
-        self._changes.told(report)
         if report.attached:
             self.cache.planner.attached(self.importer.peers.record_attached(report.attached))
-        if report.failed:
-            self.turn_off("a hook of a rank failed: its traceback is in the log")
-        elif report.weights_changed:
-            self.reset(soon=not report.written)
-        elif report.not_opened and self.cache.not_opened(report.not_opened) and self.tracker:
-            self.tracker.stop_expecting()
-        if report.descriptions:
-            self.ranks_described(report.descriptions, report.describes)
-        if report.step:
-            self._check_descriptions(report.step)
+        self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:
         """A step has ended, and its ranks report nothing else."""
         if self._times.measured:
             self._times.ended(step)
-        if self.descriptions.awaited:
-            self._check_descriptions(step)
+        if self.epochs.descriptions.awaited:
+            self.epochs.check(step)
         if self.tracker is not None:
             self.tracker.step_done(step)
 

@@ -240,7 +240,7 @@ class Node:
         invalid = set().union(*(self.compute(written) for written in step.writes))
         self.finish(report)
         self.answer(step, report, invalid)
-        if metadata.describe and metadata.describe == self.side.descriptions.resets:
+        if metadata.describe and metadata.describe == self.side.epochs.descriptions.resets:
             self.e.wait_for_epoch()
             self.e.table.end_life(0)  # until the rank opens it
             self.weights_of[self.e.table.epoch] = self.weights

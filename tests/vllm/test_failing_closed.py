@@ -35,7 +35,7 @@ FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "update_connector_output": lambda side: (side, "output"),
     "request_finished": lambda side: (side, "request_finished"),
     "pool_will_reset": lambda side: (side, "prepare_pool_reset"),
-    "pool_reset": lambda side: (side, "reset"),
+    "pool_reset": lambda side: (side.epochs, "reset"),
     "has_pending_push_work": lambda side: (side, "must_step"),
 }
 """Hook -> what it calls, by owner and name."""
@@ -191,7 +191,7 @@ def test_what_is_off_stays_off_over_a_reset(
     answer = RankReport(
         sent.metadata.step,
         descriptions={0: description()},
-        describes=side.descriptions.resets,
+        describes=side.epochs.descriptions.resets,
     )
     e.run(sent, answer)
     assert side.match(request, 0) == (0, False)

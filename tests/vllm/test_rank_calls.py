@@ -117,7 +117,7 @@ def test_what_only_reads_changes_nothing(
 
 def test_kvshms_own_questions_change_nothing(called: Any) -> None:
     e, executor = called()
-    e.connector._scheduler._ranks.describe()
+    e.connector._scheduler.epochs.ranks.describe()
     assert executor.sent == [("describe", True)]
     assert len(e.ready()) == 3
 
@@ -185,7 +185,7 @@ def test_calls_that_come_again_and_again_do_not_have_the_weights_read_each_time(
 ) -> None:
     """A monitor that calls the ranks each second, or a writer that nobody hears of."""
     e, executor = called(seconds=2.0)
-    descriptions = e.connector._scheduler.descriptions
+    descriptions = e.connector._scheduler.epochs.descriptions
     clock = descriptions._clock = Clock()
     clock.now = descriptions._earliest - 0.001
     executor.collective_rpc(write)
@@ -209,7 +209,7 @@ def test_calls_that_come_again_and_again_do_not_have_the_weights_read_each_time(
 
 def test_what_is_computed_before_the_weights_are_read_is_never_shared(called: Any) -> None:
     e, executor = called(seconds=2.0)
-    descriptions = e.connector._scheduler.descriptions
+    descriptions = e.connector._scheduler.epochs.descriptions
     clock = descriptions._clock = Clock()
     executor.collective_rpc(write)
     e.add("b", prompt(2, first=300), max_tokens=30)
@@ -267,7 +267,7 @@ def test_an_engine_that_wakes_up_hands_its_ranks_over_again(called: Any) -> None
     """vLLM 0.33 does: the calls are still watched once."""
     e, executor = called()
     watched = executor.collective_rpc
-    e.connector._scheduler._ranks.watch_calls(lambda _: None, ())
+    e.connector._scheduler.epochs.ranks.watch_calls(lambda _: None, ())
     assert executor.collective_rpc is watched
 
 
@@ -277,9 +277,9 @@ def test_a_failure_of_kvshm_does_not_keep_a_call_from_the_ranks(
     e, executor = called()
     monkeypatch.setattr(e.connector, "strict", False)
     side = e.connector._scheduler
-    monkeypatch.setattr(side, "reset", lambda **_: 1 / 0)
+    monkeypatch.setattr(side.epochs, "reset", lambda **_: 1 / 0)
     with caplog.at_level(logging.CRITICAL):
         assert executor.collective_rpc(write) == "answers"
     assert executor.sent == [(write, False)]
-    assert side._off
+    assert side.epochs.off
     assert isinstance(e.connector, KvshmConnector)

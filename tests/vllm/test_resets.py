@@ -86,7 +86,7 @@ class Worker:
         side.describe = engine_rank  # type: ignore[method-assign]  # there is no model
         side._rank = 0  # type: ignore[assignment]  # a plain number will do
         self._engine = engine
-        engine.connector._scheduler._ranks = Ranks(self)
+        engine.connector._scheduler.epochs.ranks = Ranks(self)
 
     def collective_rpc(
         self, what: Callable[..., Any], args: tuple[Any, ...] = (), non_block: bool = False
@@ -202,10 +202,10 @@ def test_a_forced_reset_of_a_paused_engine_ends_its_loads(
 ) -> None:
     """pause(mode="keep", clear_cache=True): nothing steps, so nothing would be reported."""
     e, one = loading(polls, asynchronous)
-    before = e.connector._scheduler.descriptions.resets
+    before = e.connector._scheduler.epochs.descriptions.resets
     e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert e.connector._scheduler.descriptions.resets > before
+    assert e.connector._scheduler.epochs.descriptions.resets > before
     assert e.connector._scheduler.importer.under_way() == set()
     request = e.scheduler.requests["a"]
     assert (request.status, request.num_computed_tokens) == (RequestStatus.WAITING, 0)
