@@ -37,7 +37,7 @@ from kvshm.halves import (
 
 from .at_once import AtOnce
 from .held_requests import HeldRequests
-from .imports import Load, RequestImport, Stage, Tables, Way, loaded_blocks
+from .imports import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .ready_peers import ReadyPeers
@@ -237,9 +237,8 @@ class RequestImporter:
         computed.  A refused request stays refused for a second, or until a block becomes free."""
         if (room := self.room) is None:
             return True
-        free = room.free()
-        had, until = import_.no_room
-        if free <= had and self._clock() < until:
+        free, refused = room.free(), import_.no_room
+        if refused is not None and free <= refused.free and self._clock() < refused.until:
             return False
         if Way.AT_ONCE in ways and free > blocks:
             return True
@@ -250,7 +249,7 @@ class RequestImporter:
 
     def _refuse(self, import_: RequestImport, free: int) -> None:
         """There is no room for an import: have its request computed if there is room for that."""
-        import_.no_room = free, self._clock() + NO_ROOM_SECONDS
+        import_.no_room = NoRoom(free, self._clock() + NO_ROOM_SECONDS)
         self._cache.count(MISS_NO_ROOM)
 
     def holds_back(self, request_id: str) -> bool:
@@ -296,8 +295,7 @@ class RequestImporter:
     def _scheduled(self, import_: RequestImport) -> None:
         """vLLM schedules the request, and nothing is to be loaded for it."""
         self.at_once.give_withheld(import_)
-        import_.plan = import_.answer = import_.decision = None
-        import_.no_room = (-1, 0.0)
+        import_.forget_match()
         if import_.stage is Stage.LOADED:
             import_.move_to(Stage.ENDED)
         elif not import_.has_load and import_.may_import:
@@ -336,8 +334,7 @@ class RequestImporter:
         load_id = request_id if import_.way is Way.ASYNCHRONOUS else next(self._attempts)
         order = LoadOrder.of_nothing(load_id, tuple(b for part in blocks for b in part.blocks))
         import_.load = Load(order, next(iter(chain[start : start + 1]), None), blocks)
-        import_.plan = import_.answer = import_.decision = None
-        import_.no_room = (-1, 0.0)
+        import_.forget_match()
         import_.move_to(Stage.ALLOCATED)
         self._loads[load_id] = self.step.imports[request_id] = import_
         self._twins.begun(import_)

@@ -73,6 +73,15 @@ class Decision(NamedTuple):
     worth: bool
 
 
+class NoRoom(NamedTuple):
+    """When a request is looked up again for whose import there was no room."""
+
+    free: int
+    """When more blocks are free than there were then,"""
+    until: float
+    """or at this time."""
+
+
 class LoadedBlocks(NamedTuple):
     """Consecutive blocks of one group that a load fills."""
 
@@ -143,8 +152,8 @@ class RequestImport:
     way: Way = Way.ASYNCHRONOUS
     load: Load = field(init=False)
     """From ALLOCATED on."""
-    no_room: tuple[int, float] = (-1, 0.0)
-    """There was none for it: the free blocks then, and until when it is not looked up again."""
+    no_room: NoRoom | None = None
+    """Set when vLLM's pool had no room for it."""
     # Twins
     waits_since: float | None = None
     """Since when it waits for another request's import of the same prefix."""
@@ -171,6 +180,10 @@ class RequestImport:
     def is_awaited(self) -> bool:
         """Whether a step waits for its load, or what follows from that has not been done yet."""
         return self.withheld is not None or self.first_step is not None
+
+    def forget_match(self) -> None:
+        """vLLM has allocated blocks: what was found before counts no more."""
+        self.plan = self.answer = self.decision = self.no_room = None
 
     def move_to(self, stage: Stage) -> None:
         """Raises ValueError if that would be a step back."""
