@@ -22,19 +22,20 @@ C_FILES = sorted(p for d in IN_C for p in (ROOT / d).rglob("*.[ch]"))
 NATIVE = ROOT / "kvshm" / "native"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
+IDENTITY, IMPORTS = "hooks/vllm/identity", "hooks/vllm/imports"
 CUDA, KV = "transport/cuda", "tools/kv"
 TOOLS, TOP, METRICS = "tools", "tools/top", "tools/metrics"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {
-    "vllm": {VLLM},
+    "vllm": {VLLM, IDENTITY, IMPORTS},
     "transformers": {TRANSFORMERS},
-    "torch": {HOOKS, VLLM, TRANSFORMERS, CUDA},
+    "torch": {HOOKS, VLLM, IDENTITY, TRANSFORMERS, CUDA},
     "triton": {CUDA},
     "cuda": {CUDA},
     "numpy": {KV},
     "safetensors": {KV},
-    "opentelemetry": {VLLM},
+    "opentelemetry": {IMPORTS},
     "prometheus_client": {METRICS},
     "rich": {TOP},
     "shtab": {TOOLS},
@@ -56,7 +57,7 @@ COMPUTES = {
 COMPUTES_BY_DESIGN = {
     "kvshm/interfaces.py": {"importlib.metadata.entry_points", "entry_points"},  # of transports
     "tools/doctor/bundle.py": {"importlib.metadata"},  # versions of installed packages
-    "hooks/vllm/identity.py": {"modules"},  # to read a model's source
+    "hooks/vllm/identity/fields.py": {"modules"},  # to read a model's source
     "hooks/vllm/shutdown.py": {"modules"},  # who has imported what is replaced
     "hooks/transformers/parts.py": {"modules"},  # to find functions that were replaced
 }
@@ -241,7 +242,10 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
             assert name not in packages, f"{module} imports {full}, of a package"
             if name in graph:
                 graph[module] |= {name} | (parents(name) & packages) - parents(module) - {module}
-    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.errors"}
+    assert graph["kvshm.hooks.vllm.connector"] >= {
+        "kvshm.hooks.vllm.scheduler_side",
+        "kvshm.errors",
+    }
     assert graph["kvshm.hooks.connector"] >= {"kvshm.hooks.vllm", "kvshm.hooks.vllm.connector"}
     try:
         TopologicalSorter(graph).prepare()

@@ -40,17 +40,17 @@ from kvshm.errors import ConfigError, KvshmError
 from ..boundary import guarded, report, timed
 from .admission import admit
 from .declining import decline_engine
+from .identity.refusals import cache_refusal, config_refusal
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
-from .refusals import cache_refusal, config_refusal
 from .registration import ensure_recompute, register
-from .scheduler import SchedulerSide
+from .scheduler_side import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
 from .shutdown import prepare_shutdown
 from .sleeping import SleepHooks
 from .vllm_scheduler import VllmScheduler
-from .worker import WorkerSide
+from .worker_side import WorkerSide
 
 log = logger(__name__)
 

@@ -21,10 +21,10 @@ from kvshm.config import Config
 from kvshm.halves import HOOK_ERRORS, SchedulerHalf
 
 from .descriptions import RankDescriptions
-from .identity import scheduler_fields, with_none_hash
+from .identity.fields import scheduler_fields, with_none_hash
+from .identity.weight_changes import WeightChanges
 from .messages import RankDescription, RankReport
 from .ranks import Given, Ranks
-from .weight_changes import WeightChanges
 
 Fields = Callable[[list[dict[str, str]]], dict[str, str]]
 

@@ -24,7 +24,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvshm.halves import LoadResult
 
-from .prompt_tokens import Sources
+from .imports.prompt_tokens import Sources
 
 METRICS = {
     "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",

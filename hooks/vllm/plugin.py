@@ -82,7 +82,7 @@ def _wrap() -> None:
 
     from kvshm.errors import ConfigError
 
-    from .request_span import announce_request_spans
+    from .imports.request_span import announce_request_spans
 
     original = getattr(VllmConfig, TOUCHPOINT, None)
     if original is None:
@@ -156,8 +156,8 @@ def _prepare_shutdown(config: Config) -> None:
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:
     """Return why this engine gets no connector, or None."""
+    from .identity.refusals import config_refusal, layers_refusal
     from .multi_connector import combination_refusal
-    from .refusals import config_refusal, layers_refusal
 
     if other is not None and not config.beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"

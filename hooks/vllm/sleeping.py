@@ -26,7 +26,7 @@ from kvshm.halves import RankHalf
 from ..boundary import guarded
 
 if TYPE_CHECKING:
-    from .worker import WorkerSide
+    from .worker_side import WorkerSide
 
 log = logger(__name__)
 

@@ -1,5 +1,5 @@
 /* Glue between Python and the core: the walk along vLLM's queue of free blocks, a linked list
- * through the blocks themselves (hooks/vllm/kept_blocks.py).  Keeps the GIL. */
+ * through the blocks themselves (hooks/vllm/exports/kept_blocks.py).  Keeps the GIL. */
 
 #include "py_module.h"
 

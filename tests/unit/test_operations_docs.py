@@ -32,8 +32,8 @@ EVENTS = {"Log", "report", "write", "_write", "_record", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
     "weights", "transformers/parts", "transformers/refusals",
-    *(f"vllm/{n}" for n in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch")),
-    "vllm/rank_weights", "vllm/admission",
+    "vllm/plugin", "vllm/admission", "vllm/worker_side", "vllm/exports/pool_watch",
+    *(f"vllm/identity/{n}" for n in ("refusals", "layout", "weights", "rank_weights")),
 )  # fmt: skip
 """Modules of hooks/ that say why an engine does not share."""
 

@@ -116,14 +116,14 @@ key = "a-pool-gives"
 says = "a pool gives blocks"
 why = "nothing public gives"
 tests = "`test_x.py`: `test_it_gives`"
-relied_on_by = ["hooks/vllm/pool_room.py"]
+relied_on_by = ["hooks/vllm/imports/pool_room.py"]
 sources = ["pool.py: Pool.give", "pool.py: Pool.later"]
 [[section.fact]]
 key = "a-pool-takes"
 says = "a pool takes blocks"
 why = "nothing public takes"
 tests = "`test_x.py`: `test_it_takes`"
-relied_on_by = ["hooks/vllm/pool_room.py"]
+relied_on_by = ["hooks/vllm/imports/pool_room.py"]
 sources = ["pool.py: Pool.give", "pool.py: Pool.take"]
 """
     )

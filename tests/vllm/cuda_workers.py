@@ -26,11 +26,11 @@ from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.config import Config
-from kvshm.hooks.vllm import rank_weights
-from kvshm.hooks.vllm import worker as worker_module
-from kvshm.hooks.vllm.layout import shared_kv_memory
+from kvshm.hooks.vllm import worker_side as worker_module
+from kvshm.hooks.vllm.identity import rank_weights
+from kvshm.hooks.vllm.identity.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
-from kvshm.hooks.vllm.worker import WorkerSide
+from kvshm.hooks.vllm.worker_side import WorkerSide
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine

@@ -39,7 +39,7 @@ def answer(arguments: dict[str, Any]) -> int:
 
 def wanting(needs: str) -> contextlib.AbstractContextManager[object]:
     """Have kvshm need something of vLLM's block pool that this version does not have."""
-    from kvshm.hooks.vllm import pool_watch
+    from kvshm.hooks.vllm.exports import pool_watch
 
     if not needs:
         return contextlib.nullcontext()

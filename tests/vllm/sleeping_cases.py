@@ -25,9 +25,10 @@ from vllm.v1.worker import gpu_worker
 
 from kvshm import _native
 from kvshm._shm.counters import STILL_MAPPED
-from kvshm.hooks.vllm import at_once, sleeping
-from kvshm.hooks.vllm import worker as worker_module
-from kvshm.hooks.vllm.weights import weights_digest
+from kvshm.hooks.vllm import sleeping
+from kvshm.hooks.vllm import worker_side as worker_module
+from kvshm.hooks.vllm.identity.weights import weights_digest
+from kvshm.hooks.vllm.imports import at_once
 from kvshm.transport import copier
 
 from ..waiting import until

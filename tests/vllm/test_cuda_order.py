@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm.hooks.vllm import scheduler
+from kvshm.hooks.vllm import scheduler_side as scheduler_side_module
 from kvshm.hooks.vllm.messages import RankReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
@@ -84,7 +84,7 @@ def test_what_an_engine_computed_last_is_published_though_no_request_follows(
 def test_an_engine_with_a_rank_that_is_stuck_comes_to_rest(
     configured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "FENCE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler_side_module, "FENCE_SECONDS", 0.05)
     e = configured(False, speculative_config=NGRAM)
     e.add("r", prompt(3), max_tokens=1)
     e.step()

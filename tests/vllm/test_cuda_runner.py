@@ -36,10 +36,12 @@ from kvshm._ground.syncpoints import SyncPoint
 from kvshm._rank import attachments, rank_load
 from kvshm._shm.layout import NUM_TICKETS
 from kvshm._shm.own_slot_table import _ticket
-from kvshm.hooks.vllm import at_once, before_prefill, rank_weights
-from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm import worker_side as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.layout import shared_kv_memory
+from kvshm.hooks.vllm.identity import rank_weights
+from kvshm.hooks.vllm.identity.layout import shared_kv_memory
+from kvshm.hooks.vllm.imports import at_once
+from kvshm.hooks.vllm.imports import importer as importer_module
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
@@ -51,7 +53,7 @@ BLOCKS = 64
 WAITS = (
     (at_once, "PATIENCE_SECONDS"),
     (at_once, "SECONDS_PER_STEP"),
-    (before_prefill, "LINGER_SECONDS"),
+    (importer_module, "LINGER_SECONDS"),
     (attachments, "ATTACH_WAIT_SECONDS"),
 )
 """What an engine waits for another one by the real clock."""
@@ -294,7 +296,7 @@ def test_an_abort_during_an_import_gives_leases_ticket_and_blocks_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(rank_load, "sync_point", hold)
-        patch.setattr(before_prefill, "LINGER_SECONDS", 0.0)
+        patch.setattr(importer_module, "LINGER_SECONDS", 0.0)
         if moment != "step waits for it":
             patch.setattr(at_once.AtOnce, "accepts", lambda *_: False)
         if moment != "copy under way":

@@ -21,7 +21,7 @@ from kvshm._ground.ids import BlockId
 from kvshm.config import Config
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm.messages import StepMetadata
-from kvshm.hooks.vllm.worker import WorkerSide
+from kvshm.hooks.vllm.worker_side import WorkerSide
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..unit.few_threads import no_threads

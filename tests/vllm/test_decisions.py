@@ -27,11 +27,12 @@ from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm import counters as c
 from kvshm._shm.layout import RECORD_BYTES
-from kvshm.hooks.vllm import lookups, step_times
+from kvshm.hooks.vllm import step_times
+from kvshm.hooks.vllm.imports import lookups
+from kvshm.hooks.vllm.imports.pool_room import NO_ROOM_SECONDS, PoolRoom
+from kvshm.hooks.vllm.imports.ready_peers import LATE_SECONDS
+from kvshm.hooks.vllm.imports.twins import TWIN_WAIT_SECONDS
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.hooks.vllm.pool_room import NO_ROOM_SECONDS, PoolRoom
-from kvshm.hooks.vllm.ready_peers import LATE_SECONDS
-from kvshm.hooks.vllm.twins import TWIN_WAIT_SECONDS
 
 from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
 

@@ -13,7 +13,7 @@ from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import LoadReport
 from kvshm._ground.ids import Epoch
 from kvshm._shm.counters import IMPORTED_BLOCKS, IMPORTED_TOKENS, MISS_QUARANTINED
-from kvshm.hooks.vllm.groups import groups_of
+from kvshm.hooks.vllm.identity.groups import groups_of
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, chunk, full, imagined_cache, prompt, window
 from .several_groups import PEER, Played

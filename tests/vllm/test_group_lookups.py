@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from kvshm._engine.groups import Part
 from kvshm._ground.ids import Epoch
 from kvshm._shm.counters import MISS_LEASE_LOST, MISS_TOO_LONG, MISS_TOO_SHORT
-from kvshm.hooks.vllm.before_prefill import RequestImporter
-from kvshm.hooks.vllm.imports import RequestImport
-from kvshm.hooks.vllm.lookups import KEPT_SECONDS
+from kvshm.hooks.vllm.imports.importer import RequestImporter
+from kvshm.hooks.vllm.imports.lookups import KEPT_SECONDS
+from kvshm.hooks.vllm.imports.request_import import RequestImport
 
 from ..unit.pulsing import pulsing
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.vllm import pool_room
+from kvshm.hooks.vllm.imports import pool_room
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window
 from .several_groups import KINDS

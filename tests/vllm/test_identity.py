@@ -24,9 +24,10 @@ from vllm.v1.core import kv_cache_utils
 
 from kvshm._ground import fingerprint as names
 from kvshm._ground.fingerprint import FIELDS, differences, fingerprint
-from kvshm.hooks.vllm import identity, weights
 from kvshm.hooks.vllm.call_stack import callers_with
-from kvshm.hooks.vllm.identity import (
+from kvshm.hooks.vllm.identity import fields as fields_module
+from kvshm.hooks.vllm.identity import weights
+from kvshm.hooks.vllm.identity.fields import (
     find_model,
     rank_fields,
     scheduler_fields,
@@ -181,7 +182,7 @@ def compiled(**given: Any) -> str:
     config = SimpleNamespace(
         compilation_config=compilation, kernel_config=kernels, attention_config=AttentionConfig()
     )
-    return identity._execution(config)
+    return fields_module._execution(config)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_what_becomes_another_kernel_counts(given: dict[str, Any]) -> None:
 
 def test_what_is_left_out_is_a_setting_of_vllm_and_has_a_reason() -> None:
     for config in (CompilationConfig, KernelConfig, AttentionConfig):
-        left_out = identity._LEFT_OUT[config.__name__]
+        left_out = fields_module._LEFT_OUT[config.__name__]
         assert left_out.keys() <= config.__dataclass_fields__.keys()
         assert all(left_out.values())
 
@@ -294,7 +295,7 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from tests.vllm.tiny_config import cache_config, engine_config, spec\n"
-        "from kvshm.hooks.vllm.identity import scheduler_fields\n"
+        "from kvshm.hooks.vllm.identity.fields import scheduler_fields\n"
         "Fields = dict\n"
         f"{inspect.getsource(some_fields)}\n"
         f"print(some_fields(Path({str(tmp_path / 'm')!r})))"

@@ -18,8 +18,9 @@ pytest.importorskip("vllm")
 from kvshm._ground.ids import Rank
 from kvshm._shm.counters import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm._shm.layout import unpack_records
-from kvshm.hooks.vllm import before_prefill, twins
-from kvshm.hooks.vllm.kept_blocks import KeptBlocks
+from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
+from kvshm.hooks.vllm.imports import importer as importer_module
+from kvshm.hooks.vllm.imports import twins
 
 from ..doubles.cuda_fake import NotYet
 from .scheduling import prompt
@@ -140,8 +141,8 @@ def test_leased_blocks_are_not_reused_under_their_copies(
     pair: list[InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the exporter's pool has others, without a step or a preemption more."""
-    monkeypatch.setattr(before_prefill, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 100.0)
+    monkeypatch.setattr(importer_module, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(importer_module, "SECONDS_BEGUN", 100.0)
     reuse = Reuse(*pair)
     with monkeypatch.context() as patch:
         patch.setattr(KeptBlocks, "put_last", lambda *_: None)
@@ -181,7 +182,7 @@ def test_two_loads_of_an_importer_share_a_lease_and_the_recheck_guards_the_secon
 ) -> None:
     """An importer has one bit in a slot, which the load that set it takes back.  Such loads meet
     when a request has waited for another one's import in vain."""
-    monkeypatch.setattr(before_prefill, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(importer_module, "LINGER_SECONDS", 0.0)
     monkeypatch.setattr(twins, "TWIN_WAIT_SECONDS", 0.0)
     reuse = Reuse(*pair)
     a, b = pair

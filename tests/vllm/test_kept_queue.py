@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
-from kvshm.hooks.vllm.kept_blocks import KeptBlocks
+from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 
 from ..unit.served import AnyTable
 from ..unit.test_slots import spec_of

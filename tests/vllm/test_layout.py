@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.errors import TransportError
-from kvshm.hooks.vllm.layout import Placement, regions_of, shared_kv_memory
+from kvshm.hooks.vllm.identity.layout import Placement, regions_of, shared_kv_memory
 from kvshm.interfaces import load_transport
 from kvshm.transport.memory import KVMemory
 

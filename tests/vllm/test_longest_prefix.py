@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from kvshm._engine.groups import Find, Group, Groups
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
-from kvshm.hooks.vllm.groups import groups_of
+from kvshm.hooks.vllm.identity.groups import groups_of
 
 HASHES = 24
 SIZE = 4

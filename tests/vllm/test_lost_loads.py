@@ -19,9 +19,9 @@ from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import LoadOrder, LoadReport
 from kvshm._shm.counters import LOADS_LOST, MISS_NOT_IMPORTING
-from kvshm.hooks.vllm import worker
-from kvshm.hooks.vllm.held_requests import LOOK_SECONDS, LOST_SECONDS
-from kvshm.hooks.vllm.imports import Way
+from kvshm.hooks.vllm import worker_side as worker_side_module
+from kvshm.hooks.vllm.imports.held_requests import LOOK_SECONDS, LOST_SECONDS
+from kvshm.hooks.vllm.imports.request_import import Way
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 
@@ -171,7 +171,7 @@ def test_beside_a_copy_that_hangs_nothing_is_imported_and_ranks_are_asked_ever_m
     loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loads behind it would hang as well, and asking stops the engine for a second."""
-    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.0)
+    monkeypatch.setattr(worker_side_module, "GIVE_UP_SECONDS", 0.0)
     e, one = loading(NEVER)
     monkeypatch.setattr(one.cache, "cancel", lambda _: None)
     asked: list[float] = []

@@ -29,9 +29,9 @@ from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.load_planner import LoadResult
 from kvshm._ground.copy_path import CopyPath
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.imports.prompt_tokens import Sources
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.metrics import METRICS, LoadStats
-from kvshm.hooks.vllm.prompt_tokens import Sources
 
 from .scheduling import BLOCK_SIZE, Make, prompt
 

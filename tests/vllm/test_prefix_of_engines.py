@@ -22,7 +22,7 @@ from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Generation, LeaseBit, Rank,
 from kvshm._node.peer import PlannedRun
 from kvshm._node.peers import Peers
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
-from kvshm.hooks.vllm.pool_room import PoolRoom
+from kvshm.hooks.vllm.imports.pool_room import PoolRoom
 
 from ..sessions import new_namespace
 from ..unit import exporters

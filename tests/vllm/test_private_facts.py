@@ -1,7 +1,7 @@
 """What kvshm relies on in vLLM beyond its documented interface: one test per fact.
 
 docs/vllm-facts.md lists them by the names of these tests.  One that fails on a later vLLM says
-what has to be looked at before that version is called tested (hooks/vllm/refusals.py).
+what has to be looked at before that version is called tested (hooks/vllm/identity/refusals.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvshm.hooks.vllm import plugin, shutdown
-from kvshm.hooks.vllm.pool_watch import block_tables
+from kvshm.hooks.vllm.exports.pool_watch import block_tables
 
 from .played_core import NOTED, Calls
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt

@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from kvshm._ground.ids import BlockId
-from kvshm.hooks.vllm.after_prefill import BlockTracker
-from kvshm.hooks.vllm.imports import LoadedBlocks
+from kvshm.hooks.vllm.exports.block_tracker import BlockTracker
+from kvshm.hooks.vllm.imports.request_import import LoadedBlocks
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt

@@ -24,7 +24,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
 )
-from kvshm.hooks.vllm.imports import Load, RequestImport, Stage
+from kvshm.hooks.vllm.imports.request_import import Load, RequestImport, Stage
 from kvshm.hooks.vllm.metrics import LoadStats
 
 from . import test_at_once

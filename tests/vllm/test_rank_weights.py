@@ -16,12 +16,12 @@ from kvshm._ground.syncpoints import SyncPoint
 from kvshm._rank import rank_load
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.counters import WEIGHTS_WRITTEN
-from kvshm.hooks.vllm import worker
+from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.identity.rank_weights import RankWeights
+from kvshm.hooks.vllm.identity.weights import watch_weights, weights_digest
 from kvshm.hooks.vllm.messages import QuietStep, RankReport, StepMetadata
-from kvshm.hooks.vllm.rank_weights import RankWeights
-from kvshm.hooks.vllm.weights import watch_weights, weights_digest
-from kvshm.hooks.vllm.worker import WorkerSide
+from kvshm.hooks.vllm.worker_side import WorkerSide
 
 from ..unit.conftest import clock, exporter, namespace, served
 from ..unit.exporters import Make
@@ -51,7 +51,7 @@ class Runner:
 def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConnector]:
     """A worker's connector with a model; its witness looks every ten milliseconds."""
     monkeypatch.setattr(
-        worker,
+        worker_side_module,
         "rank_fields",
         lambda c, k, models, each: {"weights": "".join(weights_digest(m, each) for m in models)},
     )

@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_interface import (
 
 import kvshm
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.groups import STATE
+from kvshm.hooks.vllm.identity.groups import STATE
+from kvshm.hooks.vllm.identity.refusals import cache_refusal, config_refusal, layers_refusal
 from kvshm.hooks.vllm.plugin import touchpoint_refusal
-from kvshm.hooks.vllm.refusals import cache_refusal, config_refusal, layers_refusal
 
 from .scheduling import BLOCK_SIZE, Make, prompt
 from .tiny_config import GEMMA, MAMBA, cache_config, engine_config, spec

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvshm._shm.counters import BAD_OPTIONS
 from kvshm.config import Share
-from kvshm.hooks.vllm import request_share
-from kvshm.hooks.vllm.request_share import (
+from kvshm.hooks.vllm import request_options as request_options_module
+from kvshm.hooks.vllm.request_options import (
     ANSWERED,
     OPTIONS,
     Options,
@@ -260,7 +260,7 @@ def test_many_odd_keys_cost_little_when_they_come_again() -> None:
     odd = [{"".join(p) + str(n): 1 for p in permutations("mhsv")} for n in range(40)]
     for params in odd:
         options_of(request(params))
-    before = request_share._means_kvshm.cache_info().misses
+    before = request_options_module._means_kvshm.cache_info().misses
     for params in odd:
         options_of(request(params))
-    assert request_share._means_kvshm.cache_info().misses == before
+    assert request_options_module._means_kvshm.cache_info().misses == before

@@ -16,12 +16,12 @@ from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import LoadOrder, LoadReport
 from kvshm._ground.ids import Epoch, LoadId
-from kvshm.hooks.vllm import worker
+from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.identity.rank_weights import RankWeights
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.hooks.vllm.rank_weights import RankWeights
 from kvshm.hooks.vllm.ranks import Ranks
-from kvshm.hooks.vllm.worker import WorkerSide
+from kvshm.hooks.vllm.worker_side import WorkerSide
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window
 
@@ -94,11 +94,11 @@ class Worker:
         return [what(None, *args)]
 
     def run(self, sent: Sent) -> None:
-        """A step in the worker, and its output in the scheduler."""
+        """A step in the worker_side_module, and its output in the scheduler."""
         self._engine.answer(sent, self.output_of(sent))
 
     def output_of(self, sent: Sent) -> KVConnectorOutput:
-        """A step in the worker."""
+        """A step in the worker_side_module."""
         own = self.connector
         own.bind_connector_metadata(sent.metadata)
         own.start_load_kv(None)
@@ -274,7 +274,7 @@ def test_a_load_that_does_not_end_refuses_the_reset_and_goes_on(
     loading: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copies may still write: then the reset fails as vLLM's own do, and can be tried again."""
-    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.01)
+    monkeypatch.setattr(worker_side_module, "GIVE_UP_SECONDS", 0.01)
     e, one = loading(polls=10**9)
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         e.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -26,8 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshm._ground.roles import Decision, Limit
 from kvshm.config import Config
-from kvshm.hooks.vllm import plugin, pool_watch
+from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.exports import pool_watch
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 from kvshm.hooks.vllm.vllm_scheduler import (
     CLIENTS_IDS,

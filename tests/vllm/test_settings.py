@@ -27,7 +27,8 @@ from kvshm._engine.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm._ground.log_output import start_log
 from kvshm._node.peers import QUARANTINE_FAILURES
 from kvshm.coordinator.in_process import serve
-from kvshm.hooks.vllm import plugin, pool_watch
+from kvshm.hooks.vllm import plugin
+from kvshm.hooks.vllm.exports import pool_watch
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 

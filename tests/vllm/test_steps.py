@@ -27,7 +27,8 @@ from kvshm._shm.counters import (
     LOADS_TOO_LATE,
     MEASURED_US,
 )
-from kvshm.hooks.vllm import at_once, before_prefill
+from kvshm.hooks.vllm.imports import at_once
+from kvshm.hooks.vllm.imports import importer as importer_module
 
 from ..doubles.cuda_fake import NotYet
 from .scheduling import BLOCK_SIZE
@@ -38,7 +39,7 @@ __all__ = ["pair"]
 PREFIX_BLOCKS = 5
 STEP_SECONDS = 0.01
 COPY_SECONDS = 0.0018
-CAP, LINGER = at_once.SECONDS_PER_STEP, before_prefill.LINGER_SECONDS
+CAP, LINGER = at_once.SECONDS_PER_STEP, importer_module.LINGER_SECONDS
 
 
 def tokens_of(first: int) -> list[int]:
@@ -205,7 +206,7 @@ def test_copies_that_a_step_only_begins_are_bounded(
     one, other = (b.engine.add(f"r{i}", tokens_of(i), max_tokens=1) for i in (2, 3))
     planner = b.cache.planner
     nbytes = planner.lookup(one.block_hashes, 0, 5).nbytes
-    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.load_seconds(nbytes))
+    monkeypatch.setattr(importer_module, "SECONDS_BEGUN", 1.5 * planner.costs.load_seconds(nbytes))
     b.step()
     assert one.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert other.status is RequestStatus.WAITING
@@ -280,7 +281,7 @@ def test_a_burst_of_imports_keeps_nobody_waiting_longer_than_the_cap(
     importer.first_token("attaches", 1)  # in real time: other threads do that
     time = PlayedTime(b, monkeypatch)
     importer.first_token("teaches", 2)
-    monkeypatch.setattr(before_prefill, "LINGER_SECONDS", LINGER)
+    monkeypatch.setattr(importer_module, "LINGER_SECONDS", LINGER)
     if capped:
         monkeypatch.setattr(at_once, "SECONDS_PER_STEP", CAP)
     burst = [b.engine.add(f"r{i}", tokens_of(i), max_tokens=1) for i in range(3, 9)]

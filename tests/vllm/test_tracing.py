@@ -34,8 +34,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from kvshm._engine.load_plan import CopyTimes, LoadFailure, LoadReport, PieceFailure
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import Epoch
-from kvshm.hooks.vllm.request_span import SPAN_HEADER, announce_request_spans, given_id
-from kvshm.hooks.vllm.tracing import find_tracer, parent_of
+from kvshm.hooks.vllm.imports.request_span import SPAN_HEADER, announce_request_spans, given_id
+from kvshm.hooks.vllm.imports.tracing import find_tracer, parent_of
 from kvshm.interfaces import Region
 
 from .odd_texts import TEXTS
@@ -260,7 +260,10 @@ def test_without_an_endpoint_nothing_is_traced(engine: Make) -> None:
 OFF = """
 import sys
 from types import SimpleNamespace
-from kvshm.hooks.vllm import before_prefill, plugin, request_span, tracing
+from kvshm.hooks.vllm import plugin
+from kvshm.hooks.vllm.imports import importer as importer_module
+from kvshm.hooks.vllm.imports import request_span
+from kvshm.hooks.vllm.imports import tracing
 
 off = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
 assert tracing.tracer_for(off, None, 16) is None

@@ -18,12 +18,13 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.config import Config
 from kvshm.errors import ConfigError
-from kvshm.hooks.vllm import plugin, rank_weights
-from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm import plugin
+from kvshm.hooks.vllm import worker_side as worker_module
+from kvshm.hooks.vllm.identity import rank_weights
+from kvshm.hooks.vllm.identity.refusals import config_refusal
 from kvshm.hooks.vllm.messages import RankDescription
-from kvshm.hooks.vllm.refusals import config_refusal
 from kvshm.hooks.vllm.registration import CONNECTOR
-from kvshm.hooks.vllm.worker import WorkerSide
+from kvshm.hooks.vllm.worker_side import WorkerSide
 from kvshm.interfaces import load_transport
 from tests import other_package
 

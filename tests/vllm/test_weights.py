@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from kvshm.hooks import weights
-from kvshm.hooks.vllm.weights import weights_digest
+from kvshm.hooks.vllm.identity.weights import weights_digest
 from kvshm.hooks.weights import WeightsUnknown
 
 MODEL = """
@@ -81,7 +81,7 @@ def test_every_change_shows(change: str) -> None:
 
 def test_another_process_computes_the_same() -> None:
     code = (
-        f"{MODEL}\nfrom kvshm.hooks.vllm.weights import weights_digest\n"
+        f"{MODEL}\nfrom kvshm.hooks.vllm.identity.weights import weights_digest\n"
         "torch.set_num_threads(1)\nprint(weights_digest(model))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
 )
 
 from kvshm.hooks.samples import EQUAL_WRITES, LOOKS, PER_LOOK, Samples, _rows_of
-from kvshm.hooks.vllm.weights import weight_places, weights_digest
+from kvshm.hooks.vllm.identity.weights import weight_places, weights_digest
 from kvshm.hooks.witness import WeightWitness
 
 from .test_weights import Packed
@@ -310,7 +310,7 @@ def test_weights_that_cannot_be_read_any_more_count_as_written(
 UNMAPPED = """
 import ctypes, mmap, sys, time
 import torch
-from kvshm.hooks.vllm.weights import weight_places
+from kvshm.hooks.vllm.identity.weights import weight_places
 from kvshm.hooks.witness import WeightWitness
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p

@@ -21,11 +21,11 @@ from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import MemoryInUse, TransportError
-from kvshm.hooks.vllm import worker
+from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.identity.rank_weights import RankWeights
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
-from kvshm.hooks.vllm.rank_weights import RankWeights
-from kvshm.hooks.vllm.worker import WorkerSide
+from kvshm.hooks.vllm.worker_side import WorkerSide
 
 from ..sessions import new_namespace
 from ..unit.served import ServedNode
@@ -164,7 +164,7 @@ def test_a_description_covers_the_changes_before_it(
     side = connector._worker
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
-    monkeypatch.setattr(worker, "rank_fields", lambda *_: {"weights": "w"})
+    monkeypatch.setattr(worker_side_module, "rank_fields", lambda *_: {"weights": "w"})
     side._transport, model = side._cache.transport, Module()
     side._weights.find([SimpleNamespace(get_model=lambda: model)], side._weights_load)
     side._kernel_blocks, side._vllm_config, side._kv_cache_config = "1", None, None

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvshm._ground.log import RateLimit, logger
 
-from .ranks import Ranks
-from .vllm_scheduler import VllmScheduler
+from ..ranks import Ranks
+from ..vllm_scheduler import VllmScheduler
 
 if TYPE_CHECKING:
-    from .after_prefill import BlockTracker
-    from .before_prefill import RequestImporter
+    from ..exports.block_tracker import BlockTracker
+    from .importer import RequestImporter
 
 log = logger(__name__)
 

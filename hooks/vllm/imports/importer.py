@@ -35,13 +35,13 @@ from kvshm.halves import (
     SchedulerHalf,
 )
 
+from ..request_options import may_share
 from .at_once import AtOnce
 from .held_requests import HeldRequests
-from .imports import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .ready_peers import ReadyPeers
-from .request_share import may_share
+from .request_import import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
 from .twins import Twins
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .imports import RequestImport
+from .request_import import RequestImport
 
 TWIN_WAIT_SECONDS = 0.1
 """How long a request waits for another request's import of the same prefix."""

@@ -30,12 +30,12 @@ from kvshm.interfaces import Transport, choose_transport
 
 from ..weights import WeightsUnknown
 from .call_stack import callers_with
-from .groups import is_one_full
-from .identity import rank_fields
-from .layout import Placement, regions_of, shared_kv_memory
+from .identity.fields import rank_fields
+from .identity.groups import is_one_full
+from .identity.layout import Placement, regions_of, shared_kv_memory
+from .identity.rank_weights import RankWeights
+from .identity.refusals import cache_device
 from .messages import RankDescription, RankReport, StepMetadata
-from .rank_weights import RankWeights
-from .refusals import cache_device
 from .sleeping import release_memory
 
 log = logger(__name__)

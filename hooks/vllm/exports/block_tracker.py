@@ -36,7 +36,7 @@ from kvshm.halves import (
     touching,
 )
 
-from .imports import LoadedBlocks
+from ..imports.request_import import LoadedBlocks
 from .kept_blocks import KeptBlocks
 from .pool_watch import block_tables, cached_counts
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..weights import Place, WeightsUnknown, hook_tables, model_code
-from ..witness import WeightWitness
-from .identity import find_draft, find_model
+from ...weights import Place, WeightsUnknown, hook_tables, model_code
+from ...witness import WeightWitness
+from .fields import find_draft, find_model
 from .weights import watch_weights, weight_places
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from kvshm.halves import MISS_NO_ROOM, SchedulerHalf
 
-from .before_prefill import RequestImporter
-from .vllm_scheduler import VllmScheduler
+from ..vllm_scheduler import VllmScheduler
+from .importer import RequestImporter
 
 
 def free_stuck(vllm: VllmScheduler | None, importer: RequestImporter, cache: SchedulerHalf) -> None:

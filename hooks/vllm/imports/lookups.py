@@ -7,7 +7,7 @@ from typing import Any
 
 from kvshm.halves import ONE_FULL_GROUP, LoadPlanner, Plan
 
-from .imports import Answer, Decision, RequestImport
+from .request_import import Answer, Decision, RequestImport
 
 AGAIN_SECONDS = 0.1
 """How long, with several groups, a request that was looked up in vain is not looked up again: a

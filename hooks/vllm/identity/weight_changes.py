@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvshm._ground.log import logger
 from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, SchedulerHalf
 
-from .messages import RankReport
+from ..messages import RankReport
 
 log = logger(__name__)
 

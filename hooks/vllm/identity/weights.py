@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..weights import (
+from ...weights import (
     Place,
     WeightsUnknown,
     digest_tensors,

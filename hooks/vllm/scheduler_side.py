@@ -14,22 +14,22 @@ from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
-from .after_prefill import BlockTracker, CompletedRuns
-from .before_prefill import RequestImporter
 from .epochs import Epochs, fields_of
-from .groups import groups_of
-from .held_requests import compute_lost, compute_lost_anyway, end_all_loads
-from .imports import RequestImport, ids_of
+from .exports.block_tracker import BlockTracker, CompletedRuns
+from .exports.pool_watch import PoolListener, watch_pool
+from .identity.groups import groups_of
+from .imports.held_requests import compute_lost, compute_lost_anyway, end_all_loads
+from .imports.importer import RequestImporter
+from .imports.pool_room import PoolRoom
+from .imports.prompt_tokens import PromptTokens
+from .imports.request_import import RequestImport, ids_of
+from .imports.stuck import free_stuck
+from .imports.tracing import tracer_for
 from .messages import QuietStep, RankReport, StepMetadata
 from .metrics import LoadStats
-from .pool_room import PoolRoom
-from .pool_watch import PoolListener, watch_pool
-from .prompt_tokens import PromptTokens
-from .request_share import OptionChecks
+from .request_options import OptionChecks
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
-from .stuck import free_stuck
-from .tracing import tracer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
 
 FENCE_SECONDS = 2.0

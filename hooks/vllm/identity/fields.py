@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvshm._ground import fingerprint as names
 from kvshm.halves import abi
 
-from ..cpu_kernels import cpu_kernels
+from ...cpu_kernels import cpu_kernels
 from .weights import weights_digest
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}

@@ -22,7 +22,7 @@ from kvshm._ground.log import logger
 from kvshm.halves import Plan, SchedulerHalf
 from kvshm.version import __version__
 
-from .imports import Load, RequestImport, Way
+from .request_import import Load, RequestImport, Way
 from .request_span import given_id
 
 if TYPE_CHECKING:

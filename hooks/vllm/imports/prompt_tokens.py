@@ -24,8 +24,8 @@ from kvshm.halves import (
     SchedulerHalf,
 )
 
-from .imports import RequestImport
-from .request_share import KVSHM, options_of
+from ..request_options import KVSHM, options_of
+from .request_import import RequestImport
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvshm._ground.log import RateLimit, logger
 
-from .imports import RequestImport
+from .request_import import RequestImport
 
 log = logger(__name__)
 

@@ -1,0 +1,1 @@
+"""What this engine computes and shows to others."""

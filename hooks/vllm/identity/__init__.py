@@ -1,0 +1,1 @@
+"""What an engine is: which engines may share with it."""

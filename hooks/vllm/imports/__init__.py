@@ -1,0 +1,1 @@
+"""The import of a request's blocks from other engines."""
