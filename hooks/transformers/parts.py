@@ -41,6 +41,7 @@ functions come from that they import."""
 
 _IMPORTED = {
     *sys.stdlib_module_names,
+    "accelerate",  # a model that it has changed has a forward of its own
     "huggingface_hub",
     "safetensors",
     "tqdm",

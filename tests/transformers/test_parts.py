@@ -149,6 +149,17 @@ def test_a_replaced_function_is_named(
         list(words_of(model))
 
 
+def test_what_transformers_imports_from_accelerate_does_not_count(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that is installed, as beside most transformers."""
+    usual = repr(list(words_of(model)))
+    found: dict[str, Any] = {"__name__": "accelerate.hooks"}
+    exec("def add_hook_to_module(module, hook): ...", found)
+    monkeypatch.setattr(llama, "add_hook_to_module", found["add_hook_to_module"], raising=False)
+    assert repr(list(words_of(model))) == usual
+
+
 @pytest.mark.parametrize("function", [own, Doubler(), functools.partial(own)])
 @pytest.mark.parametrize("way", ["sdpa", "paged|eager"])
 def test_a_function_of_attention_that_a_program_registers_is_named(
