@@ -106,9 +106,15 @@ def test_a_command_that_does_not_know_its_own_clock_says_so(
     node: Node, engines: dict[str, Managed]
 ) -> None:
     cannot = "whether its loops go round cannot be told"
-    found = {e["pid"]: e for e in status(node, WITHOUT_PROC)["engines"]}
+    found: dict[int, dict[str, Any]] = {}
+
+    def is_told_of_none() -> bool:
+        """A loop that has not gone round yet has not stalled."""
+        found.update({e["pid"]: e for e in status(node, WITHOUT_PROC)["engines"]})
+        return all(found[engine.pid]["progress"] is None for engine in engines.values())
+
+    wait_until(is_told_of_none, "all loops have gone round")
     for engine in engines.values():
-        assert found[engine.pid]["progress"] is None
         assert found[engine.pid]["reasons"][-1].startswith(cannot)
     assert "cannot be told" in status(node, WITHOUT_PROC)["coordinator"]["reason"]
     for probe in ("progress", "serving"):
