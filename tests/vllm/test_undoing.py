@@ -134,3 +134,25 @@ def test_an_allocation_that_fails_in_the_hook_keeps_nobody_waiting(
     node.go_on(request)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
     assert len(node.delivered["r"]) == 5
+
+
+def test_an_import_that_was_to_fill_no_block_is_tried_once(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kvshm has made no load of it, so its blocks are not known."""
+    e = engine()
+    node = Failing(e, monkeypatch)
+    importer, real = node.side.importer, node.side.importer.allocated
+
+    def once(*_: Any) -> None:
+        monkeypatch.setattr(importer, "allocated", real)
+
+    monkeypatch.setattr(importer, "allocated", once)
+    request = node.ask()
+    node.schedule()
+    (load,) = node.steps[-1][0].metadata.at_once
+    assert load.targets == ()
+    node.run()
+    assert not importer.imports["r"].may_import
+    node.go_on(request)
+    assert len(node.delivered["r"]) == 5

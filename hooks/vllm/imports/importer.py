@@ -390,6 +390,7 @@ class RequestImporter:
             if (import_ := self._loads.pop(load_id, None)) is not None:
                 import_.load.bad = set(import_.load.targets)
                 self._end(import_)
+                self.compute_from_now(import_.request)  # also if it was to fill no block
 
     def undo_awaited(self) -> list[RequestImport]:
         """What handles the loads that steps wait for has failed: treat all of them as failed.
@@ -416,6 +417,7 @@ class RequestImporter:
             heard = len(own) == self._num_ranks and bool(order.pieces) and not order.lost
             if not heard or any(report.bad for report in own):
                 own.append(LoadReport(order.load_id, order.targets))
+                self.compute_from_now(import_.request)  # also if it was to fill no block
             import_.load.reports = own
             self._finish(order.load_id)
             results.append(import_)
