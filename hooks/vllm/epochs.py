@@ -7,7 +7,7 @@
     may be written, a hook fails  the epoch ends: everything is withdrawn at once
     next step that runs the model the ranks are asked again
 
-One whose hook has failed has no epoch any more until the engine is started again.
+An engine of which a hook has failed begins no epoch until it is started again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from kvshm.config import Config
 from kvshm.halves import HOOK_ERRORS, SchedulerHalf
 
 from .descriptions import RankDescriptions
-from .identity.fields import scheduler_fields, with_none_hash
+from .identity.fields import with_none_hash
 from .identity.weight_changes import WeightChanges
 from .messages import RankDescription, RankReport
 from .ranks import Given, Ranks
@@ -140,8 +139,3 @@ class Epochs:
         fields = self._fields([d.fields for d in ordered])
         infos = [d.info for d in ordered if d.info]
         self._cache.open_epoch(infos, partial(with_none_hash, fields))
-
-
-def fields_of(vllm_config: Any, kv_cache_config: Any) -> Fields:
-    """Return what makes the fields of an engine's fingerprint."""
-    return partial(scheduler_fields, vllm_config, kv_cache_config)

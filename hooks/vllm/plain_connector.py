@@ -17,8 +17,8 @@ log = logger(__name__)
 
 
 def plain_connector(error: ImportError) -> type[Any]:
-    """Return a class of connectors that do nothing, and log ``error`` once per engine.  Raises
-    ImportError if this vLLM has no base class for connectors at all."""
+    """Return a class of connectors that do nothing, and log why once per engine.  Raises
+    AttributeError if this vLLM has no base class for connectors at all."""
 
     def initialize(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         base.KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -48,10 +48,11 @@ def _decline(error: ImportError, vllm_config: Any) -> None:
     try:
         from .admission import admit
         from .declining import decline_engine
+        from .plugin import touchpoint_refusal
         from .settings import settings_of_connector
 
         config = settings_of_connector(vllm_config.kv_transfer_config)
-        reason = admit(config.untested).refusal or reason
+        reason = admit(config.untested).refusal or touchpoint_refusal() or reason
         decline_engine(reason, config, vllm_config, is_scheduler=True)
     except Exception:  # any: whatever this vLLM has changed, the engine serves
         log.warning("not sharing the prefix cache: %s", reason)

@@ -14,9 +14,10 @@ from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
-from .epochs import Epochs, fields_of
+from .epochs import Epochs
 from .exports.block_tracker import BlockTracker, CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
+from .identity.fields import scheduler_fields
 from .identity.groups import groups_of
 from .imports.held_requests import compute_lost, compute_lost_anyway, end_all_loads
 from .imports.importer import RequestImporter
@@ -70,7 +71,7 @@ class SchedulerSide:
         self._idle_since: float | None = None  # None: the last step had a forward pass
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
-        fields = fields_of(vllm_config, kv_cache_config)
+        fields = partial(scheduler_fields, vllm_config, kv_cache_config)
         self.epochs = Epochs(self.cache, config, ranks, fields, self._epoch_ended)
 
     # -- start
@@ -275,7 +276,7 @@ class SchedulerSide:
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
         report = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
         reports = report.loads if isinstance(report, RankReport) else []
-        for import_ in self.importer.finish_awaited(metadata.at_once, reports):
+        for import_ in self.importer.running.finish_awaited(metadata.at_once, reports):
             self._import_ended(import_)
 
     def _import_ended(self, import_: RequestImport) -> None:
@@ -309,12 +310,12 @@ class SchedulerSide:
         try:
             self._process(finished, report, invalid)
         finally:
-            self.importer.drop(finished)
+            self.importer.running.drop(finished)
 
     def _process(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
         loads = report.loads if report is not None else ()
         if loads or invalid:  # most steps have none
-            own = self.importer.reported(loads)
+            own = self.importer.running.reported(loads)
             if self.tracker is not None:
                 self.tracker.blocks_failed(own.union(BlockId(b) for b in invalid))
         if report is not None:

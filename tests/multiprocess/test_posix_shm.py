@@ -27,7 +27,6 @@ from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
 
 from ..descriptors import left_open, open_files
-from ..waiting import until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -53,29 +52,8 @@ transport.close()
 print("unchanged" if memory.buffer == random.Random(seed).randbytes(block * count) else "CHANGED")
 """
 
-IMPORTER = """
-import sys, time
-import msgspec
-from kvshm.interfaces import CopyState, MemoryDescriptor, Region
-from kvshm.transport.memory import KVMemory
-from kvshm.transport.posix_shm import PosixShmTransport
-
-descriptor = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=MemoryDescriptor)
-region = descriptor.regions[0]
-memory = KVMemory.create(region.num_blocks * region.stride)
-transport = PosixShmTransport(memory, [region], 0, sys.argv[2])
-attachment = transport.attach(descriptor)
-blocks = list(range(region.num_blocks))
-while True:
-    copy = attachment.begin_copy(blocks, blocks[::-1])
-    while copy.poll() is CopyState.PENDING:
-        time.sleep(0.0005)
-    print(copy.poll().name, *transport.checksum([0, 1, 2]), flush=True)
-"""
-
-
-FORGETFUL = """
-import gc, sys, threading
+ATTACHES = """
+import gc, os, signal, sys, threading, time
 import msgspec
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.transport.memory import KVMemory
@@ -86,6 +64,25 @@ region = descriptor.regions[0]
 memory = KVMemory.create(region.num_blocks * region.stride)
 transport = PosixShmTransport(memory, [region], 0, sys.argv[2])
 attachment = transport.attach(descriptor)
+"""
+"""A process that has attached an exporter's memory: its descriptor, and the path of its socket."""
+
+IMPORTER = (
+    ATTACHES
+    + """
+blocks = list(range(region.num_blocks))
+while True:
+    copy = attachment.begin_copy(blocks, blocks[::-1])
+    while copy.poll() is CopyState.PENDING:
+        time.sleep(0.0005)
+    print(copy.poll().name, *transport.checksum([0, 1, 2]), flush=True)
+"""
+)
+
+
+FORGETFUL = (
+    ATTACHES
+    + """
 copier, gate = transport.copier, threading.Event()
 copier.submit(lambda: gate.wait(60) and None)
 blocks = list(range(region.num_blocks))
@@ -98,6 +95,7 @@ done = threading.Event()
 copier.submit(done.set)
 assert done.wait(60)
 """
+)
 
 
 class Exporter:
@@ -198,51 +196,6 @@ def test_a_peers_memory_is_mapped_read_only(exporter, importer):
     attachment = importer.attach(exporter.export(1))
     assert kv_mappings() == ["r--s", "rw-s"]
     attachment.close()
-
-
-FORKING = """
-import os, signal, sys
-import msgspec
-from kvshm.interfaces import MemoryDescriptor
-from kvshm.transport.memory import KVMemory
-from kvshm.transport.posix_shm import PosixShmTransport
-
-descriptor = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=MemoryDescriptor)
-region = descriptor.regions[0]
-memory = KVMemory.create(region.num_blocks * region.stride)
-transport = PosixShmTransport(memory, [region], 0, sys.argv[2])
-attachment = transport.attach(descriptor)
-read_only = lambda: sum("r--s" in line for line in open("/proc/self/maps") if "kvshm-kv" in line)
-before = read_only()
-if os.fork() == 0:
-    print(before, read_only(), flush=True)
-    signal.pause()
-sys.stdin.readline()
-transport.close()
-os.wait()
-"""
-
-
-def test_a_forked_child_of_an_importer_keeps_no_memory_of_a_peers(run_dir):
-    """Else it would keep an exporter that sleeps from giving its memory back."""
-    memory = KVMemory.create(BLOCK * COUNT)
-    exporter = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/exporter")
-    packed = msgspec.msgpack.encode(exporter.export(1)).hex()
-    command = [sys.executable, "-c", FORKING, packed, f"{run_dir}/importer"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, process_group=0, **pipes) as importer:
-        try:
-            assert importer.stdout.readline() == "1 0\n"
-            mapped = exporter.withdraw()
-            assert mapped() == 1
-            importer.stdin.write("\n")
-            importer.stdin.flush()
-            until(lambda: mapped() == 0)
-            assert importer.poll() is None, "it waits for its child, which is alive"
-        finally:
-            os.killpg(importer.pid, signal.SIGKILL)
-    exporter.close()
-    memory.close()
 
 
 def test_memory_goes_with_a_closed_transport_and_not_with_some_later_collection(exporter, run_dir):

@@ -135,7 +135,7 @@ class Played:
         side = self.e.connector._scheduler
         importer, tracker = side.importer, side.tracker
         pool = self.e.scheduler.kv_cache_manager.block_pool
-        kept = (importer.imports, importer._loads, importer._twins._importing)
+        kept = (importer.imports, importer.running.by_id, importer._twins._importing)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
         return free and not any((*kept, tracker._promised, tracker._held))
 

@@ -142,7 +142,7 @@ class Node:
         report = RankReport(step=sent.metadata.step)
         for load in sent.metadata.at_once:
             self.awaited += 1
-            request_id = self.side.importer._loads[load.load_id].request_id
+            request_id = self.side.importer.running.by_id[load.load_id].request_id
             part = next(part for part in parts if part.request.request_id == request_id)
             bad = self.fill(load, part.request, part.tables)
             silent = self.rnd.random() < 0.1

@@ -79,7 +79,7 @@ class Node:
         for _ in range(40):
             self.step(per_token)
         self.e.add("prefills", prompt(15, tail=16, first=500), max_tokens=1, cache_salt="own")
-        self.side.importer.compute_from_now(
+        self.side.importer.running.compute_from_now(
             self.e.scheduler.requests["prefills"]
         )  # computed, whatever the peer holds
         self.step(per_token)
@@ -180,7 +180,7 @@ def test_of_steps_that_only_decode_a_few_are_timed(
         n.side.cache.planner.costs, "add_step", lambda tokens, _: seen.append(tokens)
     )
     n.e.add("decodes", prompt(0), max_tokens=17)
-    n.side.importer.compute_from_now(n.e.scheduler.requests["decodes"])
+    n.side.importer.running.compute_from_now(n.e.scheduler.requests["decodes"])
     for _ in range(17):
         n.e.step()
     assert seen[0] == len(prompt(0))
@@ -275,7 +275,7 @@ def test_a_peer_whose_copy_was_too_late_is_not_waited_for_a_while(
 def crowd(n: Node) -> None:
     """A request occupies eight blocks; another one wants to import beside it for five steps."""
     n.e.add("big", prompt(8), max_tokens=10, cache_salt="own")
-    n.side.importer.compute_from_now(n.e.scheduler.requests["big"])
+    n.side.importer.running.compute_from_now(n.e.scheduler.requests["big"])
     n.e.step()
     n.attach()
     n.e.add("wants", prompt(BLOCKS, first=2000), max_tokens=1)
@@ -350,7 +350,7 @@ def test_who_is_left_out_of_a_step_for_the_tokens_it_may_compute_is_matched_agai
     n = node(num_blocks=100, max_num_batched_tokens=512, enable_chunked_prefill=False)
     n.attach()
     other = n.e.add("other", prompt(25, tail=1, first=9000), max_tokens=8)
-    n.side.importer.compute_from_now(other)  # whatever the peer holds
+    n.side.importer.running.compute_from_now(other)  # whatever the peer holds
     n.e.add("wants", prompt(BLOCKS + 8, first=2000), max_tokens=2)
     first = n.e.schedule()
     n.answer(first)

@@ -207,9 +207,9 @@ def test_no_import_is_left_of_a_step_whose_output_could_not_be_checked(
     monkeypatch.setattr(node.side, "before_output", broken)
     node.ask()
     node.schedule()
-    assert node.side.importer._loads
+    assert node.side.importer.running.by_id
     node.run()
-    assert not node.side.importer._loads
+    assert not node.side.importer.running.by_id
     assert node.side.importer.linger((), busy=False) == 0.0
 
 

@@ -190,7 +190,7 @@ def test_two_loads_of_an_importer_share_a_lease_and_the_recheck_guards_the_secon
     with copies_in_turn(b, monkeypatch) as second_may_end:
         first, second = (reuse.add(b, tokens_of(HOT[0])) for _ in range(2))
         b.dispatch()
-        imports = b.engine.connector._scheduler.importer._loads.values()
+        imports = b.engine.connector._scheduler.importer.running.by_id.values()
         assert [one.load.order.pieces[0].taken for one in imports] == [b"\1" * 5, b"\0" * 5]
         b.until(first.is_finished)
         assert reuse.leased() == 0, "though the second copy has not ended"

@@ -84,7 +84,7 @@ def forgotten(e: DrivenEngine, one: Worker) -> None:
         allocated(*args)
         importer = e.connector._scheduler.importer
         importer.imports.clear()
-        importer._loads.clear()
+        importer.running.by_id.clear()
         importer.step.imports.clear()
 
     e.connector._scheduler.importer.allocated = forget

@@ -212,10 +212,10 @@ def test_a_failure_before_a_load_lands_leaves_nothing_behind(
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(e.connector, "strict", False)
-    monkeypatch.setattr(side.importer, "reported", fail)
+    monkeypatch.setattr(side.importer.running, "reported", fail)
     e.run(sent, report)
     monkeypatch.undo()
-    assert (side.importer._loads, side.importer._twins._importing) == ({}, {})
+    assert (side.importer.running.by_id, side.importer._twins._importing) == ({}, {})
     left = {name: each.may_import for name, each in side.importer.imports.items()}
     assert left == ({} if ended else {"a": False})
     e.add("b", prompt(3), max_tokens=4)

@@ -78,7 +78,7 @@ class Node(test_at_once.Node):
             return done
 
         self.e.scheduler.update_from_output = heard
-        finish = self.side.importer.finish_awaited
+        finish = self.side.importer.running.finish_awaited
 
         def finish_awaited(*args: Any) -> list[RequestImport]:
             ended = finish(*args)
@@ -86,7 +86,7 @@ class Node(test_at_once.Node):
             self.brought.update(dict.fromkeys(failed & self.awaited_first, 0))
             return ended
 
-        self.side.importer.finish_awaited = finish_awaited
+        self.side.importer.running.finish_awaited = finish_awaited
 
     def add(self) -> None:
         super().add()
@@ -111,7 +111,7 @@ class Node(test_at_once.Node):
 
     def requests_of(self, sent: Sent) -> set[str]:
         """Whose loads the step waits for."""
-        imports = self.side.importer._loads
+        imports = self.side.importer.running.by_id
         return {imports[load.load_id].request_id for load in sent.metadata.at_once}
 
     def fill(self, load: LoadOrder, request: Request, tables: list[list[int]]) -> tuple[int, ...]:

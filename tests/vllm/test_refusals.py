@@ -12,8 +12,14 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    supports_hma,
+)
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -31,8 +37,10 @@ import kvshm
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.groups import STATE
 from kvshm.hooks.vllm.identity.refusals import cache_refusal, config_refusal, layers_refusal
-from kvshm.hooks.vllm.plugin import touchpoint_refusal
+from kvshm.hooks.vllm.plain_connector import plain_connector
+from kvshm.hooks.vllm.plugin import OUR_CONNECTOR, touchpoint_refusal
 
+from .conftest import Lines
 from .scheduling import BLOCK_SIZE, Make, prompt
 from .tiny_config import GEMMA, MAMBA, cache_config, engine_config, spec
 
@@ -253,3 +261,20 @@ def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.Mon
         assert str(touchpoint_refusal()).startswith("the kvshm that Python finds is not built")
     monkeypatch.setitem(sys.modules, "kvshm.hooks.vllm.connector", None)
     assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")
+
+
+def test_in_the_place_of_a_connector_that_cannot_be_imported_stands_one_that_does_nothing(
+    config: VllmConfig, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(tmp_path))
+    monkeypatch.setitem(vars(config), "kv_transfer_config", KVTransferConfig(**OUR_CONNECTOR))
+    made = plain_connector(ImportError("no such name"))(config, KVConnectorRole.SCHEDULER, None)
+    assert issubclass(type(made), KVConnectorBase_V1)
+    assert supports_hma(made)
+    assert not type(made).__abstractmethods__
+    assert made.get_num_new_matched_tokens(None, 3) == (0, False)
+    assert made.request_finished_all_groups(None, ((),)) == (False, None)
+    assert isinstance(made.build_connector_meta(None), KVConnectorMetadata)
+    assert made.update_state_after_alloc(None, None, 0) is None
+    (line,) = [line for line in lines if "not sharing" in line]
+    assert line.endswith("this vLLM is not as kvshm knows it: no such name")

@@ -206,7 +206,7 @@ def test_a_forced_reset_of_a_paused_engine_ends_its_loads(
     e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert e.connector._scheduler.epochs.descriptions.resets > before
-    assert e.connector._scheduler.importer.under_way() == set()
+    assert e.connector._scheduler.importer.running.under_way() == set()
     request = e.scheduler.requests["a"]
     assert (request.status, request.num_computed_tokens) == (RequestStatus.WAITING, 0)
     e.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -266,7 +266,7 @@ def test_a_load_that_has_ended_but_does_not_run_yet_is_reset_too(loading: Any) -
 def test_a_reset_that_is_not_forced_leaves_loads_alone(loading: Any) -> None:
     e, one = loading(polls=3)
     assert e.scheduler.reset_prefix_cache() is False
-    assert e.connector._scheduler.importer.under_way() == {"a"}
+    assert e.connector._scheduler.importer.running.under_way() == {"a"}
     finish(e, one)
 
 
@@ -278,7 +278,7 @@ def test_a_load_that_does_not_end_refuses_the_reset_and_goes_on(
     e, one = loading(polls=10**9)
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         e.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert e.connector._scheduler.importer.under_way() == {"a"}
+    assert e.connector._scheduler.importer.running.under_way() == {"a"}
     one.cache.end_now()
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
     finish(e, one)
@@ -293,4 +293,4 @@ def test_a_load_that_a_step_in_flight_reports_is_left_to_that_report(loading: An
     assert taken == {"a"}
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         e.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert e.connector._scheduler.importer.under_way() == {"a"}
+    assert e.connector._scheduler.importer.running.under_way() == {"a"}

@@ -121,7 +121,7 @@ def compute_lost(
         return
     lost = importer.held.find_lost(vllm, ranks.end_loads)
     for request_id in lost:
-        bad = importer.give_up(vllm.scheduler.requests[request_id])
+        bad = importer.running.give_up(vllm.scheduler.requests[request_id])
         if tracker is not None:
             tracker.blocks_failed(bad)
     if lost:
@@ -139,10 +139,10 @@ def end_all_loads(
     importer: RequestImporter, ranks: Ranks | None, end_epoch: Callable[[], None]
 ) -> set[str]:
     """End all loads under way now, without a step; returns the requests whose loads have ended."""
-    loads, ended = importer.under_way(), set(importer.unscheduled)
+    loads, ended = importer.running.under_way(), set(importer.unscheduled)
     if not loads or ranks is None:
         return ended
     end_epoch()  # then no rank begins another copy
     given_up = ranks.give_up(loads)
-    importer.discard_loads(given_up)
+    importer.running.discard_loads(given_up)
     return given_up | ended

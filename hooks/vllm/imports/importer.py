@@ -11,15 +11,13 @@ Imports whole blocks only, never the prompt's last token, and nothing for a requ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.ids import BlockId, Epoch, LoadId
+from kvshm._ground.ids import Epoch
 from kvshm.config import Config
 from kvshm.halves import (
-    LOADS_LOST,
     MISS_FAILED,
     MISS_NO_ROOM,
     MISS_NOT_IMPORTING,
@@ -29,7 +27,6 @@ from kvshm.halves import (
     Counter,
     Groups,
     LoadOrder,
-    LoadReport,
     Part,
     Plan,
     SchedulerHalf,
@@ -42,6 +39,7 @@ from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .ready_peers import ReadyPeers
 from .request_import import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
+from .running_loads import RunningLoads
 from .twins import Twins
 
 if TYPE_CHECKING:
@@ -87,21 +85,17 @@ class RequestImporter:
         self.lookups = Lookups(cache.planner, block_size, clock)
         self.imports: dict[str, RequestImport] = {}
         """The newest import of each request that has had one, by request."""
-        self._loads: dict[LoadId, RequestImport] = {}
-        """Imports whose loads are under way.  A request may have several: one that it was preempted
-        under lacks its report for a while."""
         self.step = _Step()
         self.at_once = AtOnce(self.imports)
         self.peers = ReadyPeers(num_ranks, clock)
         self.held = HeldRequests(clock)
-        self._num_ranks, self._clock = num_ranks, clock
-        self._attempts = count()
+        self._clock, self._tracer = clock, tracer
         self._twins = Twins(clock)
-        self._tracer = tracer
+        self.running = RunningLoads(cache, self.imports, self.peers, self._twins, num_ranks, tracer)
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """vLLM's pool exists: import into it, and look up what its groups need."""
-        self.room, self.lookups.groups = room, groups
+        self.room, self.lookups.groups, self.running.groups = room, groups, groups
         search = self._cache.planner.search
         search.groups, search.own_blocks = groups, room.own_blocks
 
@@ -219,17 +213,8 @@ class RequestImporter:
             return Way.ASYNCHRONOUS
         alone = self.room is not None and self.room.is_alone(request)
         ready = self.peers.are_ready({Epoch(run.peer.info.epoch) for run in plan.runs})
-        accepted = ready and self.at_once.accepts(seconds + self._queued_seconds(), alone)
+        accepted = ready and self.at_once.accepts(seconds + self.running.queued_seconds(), alone)
         return Way.AT_ONCE if accepted else Way.ASYNCHRONOUS
-
-    def _queued_seconds(self) -> float:
-        """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
-        after the other."""
-        return sum(
-            self._cache.planner.load_seconds(import_.load.order)
-            for import_ in self._loads.values()
-            if import_.way is Way.ASYNCHRONOUS and import_.stage is Stage.LOADING
-        )
 
     def _fits(self, import_: RequestImport, blocks: int, ways: tuple[Way, ...]) -> bool:
         """Whether vLLM would admit an import of so many blocks in one of these ways.  A request
@@ -330,14 +315,13 @@ class RequestImporter:
             import_ = self._matching(request)
         blocks = loaded_blocks(chain, parts, tables)
         import_.way = Way.ASYNCHRONOUS if import_.withheld is None else Way.AT_ONCE
-        # vLLM knows an asynchronous load by its request's id, and does not know the others.
-        load_id = request_id if import_.way is Way.ASYNCHRONOUS else next(self._attempts)
+        load_id = self.running.new_id(import_)
         order = LoadOrder.of_nothing(load_id, tuple(b for part in blocks for b in part.blocks))
         import_.load = Load(order, next(iter(chain[start : start + 1]), None), blocks)
         import_.forget_match()
         import_.move_to(Stage.ALLOCATED)
-        self._loads[load_id] = self.step.imports[request_id] = import_
-        self._twins.begun(import_)
+        self.step.imports[request_id] = import_
+        self.running.begin(import_)
         return import_
 
     # -- the step
@@ -367,7 +351,7 @@ class RequestImporter:
         if all its copies are shorter than that, or if no other request runs."""
         load_seconds = self._cache.planner.load_seconds
         short = bool(begun) and max(map(load_seconds, begun)) <= LINGER_SECONDS
-        return LINGER_SECONDS if short or (self._loads and not busy) else 0.0
+        return LINGER_SECONDS if short or (self.running.by_id and not busy) else 0.0
 
     def step_dispatched(self) -> None:
         """The step with the loads is dispatched."""
@@ -383,118 +367,30 @@ class RequestImporter:
 
     # -- the end of loads
 
-    def drop(self, load_ids: Iterable[LoadId]) -> None:
-        """Forget these imports, still unfinished although all ranks have reported: something
-        failed, and requests for the same prefix must not wait for them."""
-        for load_id in load_ids:
-            if (import_ := self._loads.pop(load_id, None)) is not None:
-                import_.load.bad = set(import_.load.targets)
-                self._end(import_)
-                self.compute_from_now(import_.request)  # also if it was to fill no block
-
     def undo_awaited(self) -> list[RequestImport]:
         """What handles the loads that steps wait for has failed: treat all of them as failed.
         Returns their imports."""
-        known = dict.fromkeys((*self._loads.values(), *self.imports.values()))
+        known = dict.fromkeys((*self.running.by_id.values(), *self.imports.values()))
         awaited = [i for i in known if i.has_load and i.is_awaited]
         self.at_once.undo_all(awaited)
-        self.drop([name for name, i in self._loads.items() if i.way is Way.AT_ONCE])
+        by_id = self.running.by_id
+        self.running.drop([name for name, i in by_id.items() if i.way is Way.AT_ONCE])
         for import_ in awaited:  # those that have ended, too: it is not known what was done by then
             import_.load.bad = set(import_.load.targets)
         return awaited
 
-    def finish_awaited(
-        self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
-    ) -> list[RequestImport]:
-        """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
-        load counts only as a whole: its request has computed on top of all its blocks."""
-        results = []
-        for order in loads:
-            if (import_ := self._loads.get(order.load_id)) is None:
-                continue
-            own = [report for report in reports if report.load_id == order.load_id]
-            self.peers.record_late(own)
-            heard = len(own) == self._num_ranks and bool(order.pieces) and not order.lost
-            if not heard or any(report.bad for report in own):
-                own.append(LoadReport(order.load_id, order.targets))
-                self.compute_from_now(import_.request)  # also if it was to fill no block
-            import_.load.reports = own
-            self._finish(order.load_id)
-            results.append(import_)
-        return results
-
-    def reported(self, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``.
-        Returns the blocks that must not be used."""
-        bad = {block for report in reports for block in report.bad}
-        for report in reports:
-            if (import_ := self._loads.get(report.load_id)) is None:
-                continue
-            import_.load.reports.append(report)
-            if report.bad and not self.lookups.groups.one_full:
-                bad.update(import_.load.targets)
-        return bad
-
     def finish(self, request_ids: Iterable[str]) -> list[RequestImport]:
         """All ranks have reported these requests: finish their imports."""
         self.held.reported(request_ids)
-        return [self._finish(name) for name in request_ids if name in self._loads]
-
-    def _finish(self, load_id: LoadId) -> RequestImport:
-        """End an import.  A rank without a report has not filled any block."""
-        import_ = self._loads[load_id]
-        load = import_.load
-        if len(load.reports) < self._num_ranks:
-            load.reports.append(LoadReport(load_id, load.targets))
-        load.bad = self._cache.planner.end_load(load.order, load.reports)
-        del self._loads[load_id]
-        self._end(import_)
-        self._tell_tracer(import_)
-        return import_
-
-    def _tell_tracer(self, import_: RequestImport) -> None:
-        if self._tracer is not None and import_.trace is not None:
-            self._tracer.ended(import_)
-
-    def _end(self, import_: RequestImport) -> None:
-        """The load of an import is under way no more."""
-        self._twins.ended(import_)
-        waits = import_.way is Way.ASYNCHRONOUS and self.imports.get(import_.request_id) is import_
-        import_.move_to(Stage.LOADED if waits else Stage.ENDED)
-        if import_.load.bad:
-            self.compute_from_now(import_.request)
-
-    def compute_from_now(self, request: Any) -> None:
-        """Import nothing more for this request: an import of it has lost blocks."""
-        if not request.is_finished():
-            known = self.imports.setdefault(request.request_id, RequestImport(request))
-            known.may_import = False
+        return self.running.finish(request_ids)
 
     @property
     def unscheduled(self) -> set[str]:
         """Requests whose load has ended and that vLLM has not scheduled since."""
         return {name for name, i in self.imports.items() if i.stage is Stage.LOADED}
 
-    def under_way(self) -> set[str]:
-        """Requests that vLLM holds back because not every rank has reported their load."""
-        return {i.request_id for i in self._loads.values() if i.way is Way.ASYNCHRONOUS}
-
-    def discard_loads(self, request_ids: Iterable[str]) -> None:
-        """Finish loads that have ended and that no rank will report: they bring nothing."""
-        for request_id in request_ids:
-            self._finish(request_id)
-
-    def give_up(self, request: Any) -> Set[BlockId]:
-        """Nobody will report the load of this request, which is computed.  Returns the blocks that
-        the load was to fill, as far as it is known."""
-        self._cache.count(LOADS_LOST)
-        if request.request_id in self._loads:
-            return self._finish(request.request_id).load.bad
-        self.compute_from_now(request)
-        return set()
-
     def request_finished(self, request_id: str) -> None:
         """The request has ended; its load goes on until all ranks have reported it."""
         import_ = self.imports.pop(request_id, None)
         if import_ is not None and import_.stage is Stage.MATCHING:
-            self._tell_tracer(import_)
+            self.running.tell_tracer(import_)
