@@ -328,7 +328,7 @@ def test_a_load_counts_only_if_every_rank_says_so(
     e = engine(asynchronous=asynchronous)
     node = Node(e, random.Random(1), failing=0.0)
     importer = node.side.importer
-    monkeypatch.setattr(importer, "_num_ranks", ranks)
+    monkeypatch.setattr(importer.running, "_num_ranks", ranks)
     importer.peers.attached[1] = importer.peers.attached[0]
     if ranks == 1:
         del importer.peers.attached[1]

@@ -363,7 +363,7 @@ def test_of_what_a_rank_has_not_reported_nothing_counts(
 ) -> None:
     """Though vLLM says that all of them have ended."""
     n = node()
-    monkeypatch.setattr(n.side.importer, "_num_ranks", 2)
+    monkeypatch.setattr(n.side.importer.running, "_num_ranks", 2)
     n.e.add("wants", prompt(BLOCKS), max_tokens=3)
     sent = n.e.schedule()
     (load,) = sent.metadata.loads
