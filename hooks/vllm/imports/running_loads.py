@@ -114,10 +114,13 @@ class RunningLoads:
         load.bad = self._cache.planner.end_load(load.order, load.reports)
         del self.by_id[load_id]
         self._end(import_)
+        if load.bad:
+            self.compute_from_now(import_.request)
         self.tell_tracer(import_)
         return import_
 
     def tell_tracer(self, import_: RequestImport) -> None:
+        """The import has ended, or its request before anything was allocated."""
         if self._tracer is not None and import_.trace is not None:
             self._tracer.ended(import_)
 
@@ -126,8 +129,6 @@ class RunningLoads:
         self._twins.ended(import_)
         waits = import_.way is Way.ASYNCHRONOUS and self._imports.get(import_.request_id) is import_
         import_.move_to(Stage.LOADED if waits else Stage.ENDED)
-        if import_.load.bad:
-            self.compute_from_now(import_.request)
 
     def compute_from_now(self, request: Any) -> None:
         """Import nothing more for this request: an import of it has lost blocks."""
