@@ -21,20 +21,25 @@ def test_a_load_that_a_dead_load_thread_has_left_ends_when_it_is_cancelled(
     opened: RankHalf, exporter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request would wait for ever."""
-    peer = exporter()
+    peer, begins_round = exporter(), threading.Event()
     go_round = opened._go_round
 
     def dies(active: list[RankLoad]) -> list[RankLoad]:
         monkeypatch.setattr(opened, "_go_round", go_round)
-        opened._arrived(1.0)
+        begins_round.set()
+        while not any(isinstance(each, RankLoad) and each.take() for each in opened._arrived(1.0)):
+            pass
         raise SystemExit
 
     monkeypatch.setattr(opened, "_go_round", dies)
-    for name in ("left", "queued"):
-        opened.begin_load(load_of(piece_of(peer, len(name)), name=name))
+    opened._wake()
+    assert begins_round.wait(30)  # a round begun before would carry out the first load
+    opened.begin_load(load_of(piece_of(peer, 4), name="left"))
     until(lambda: not opened._thread.is_alive())
+    opened.begin_load(load_of(piece_of(peer, 6), name="queued"))
     assert opened.poll() == []
-    for name in ("left", "queued"):
+    # The other way round, the thread that is started for the one carries out the other.
+    for name in ("queued", "left"):
         opened.cancel(name)
     found = reports(opened, 2)
     assert {name: set(report.bad) for name, report in found.items()} == {
