@@ -35,11 +35,11 @@ from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.log_output import start_log
 from kvshm._ground.rundir import open_run_directory, require_room
-from kvshm.errors import ConfigError, KvshmError
+from kvshm.errors import ConfigError
 
 from ..boundary import guarded, report, timed
 from .admission import admit
-from .declining import decline_engine
+from .declining import decline_engine, why_not_started
 from .identity.refusals import cache_refusal, config_refusal
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
@@ -107,8 +107,9 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
                 self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
         except ConfigError:
             raise  # stops the start
-        except (KvshmError, OSError, RuntimeError) as exc:  # for example no descriptors or threads
-            decline_engine(str(exc), config, vllm_config, is_scheduler=scheduler)
+        except Exception as exc:  # any: the engine serves without kvshm
+            reason = why_not_started(exc, strict=self.strict)
+            decline_engine(reason, config, vllm_config, is_scheduler=scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:

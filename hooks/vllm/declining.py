@@ -7,10 +7,13 @@ from typing import Any
 
 from kvshm._ground.log import logger
 from kvshm.config import Config
+from kvshm.errors import KvshmError
 
 from ..boundary import decline, record
 
 log = logger(__name__)
+
+_logged: set[str] = set()
 
 
 def decline_engine(reason: str, config: Config, vllm_config: Any, *, is_scheduler: bool) -> None:
@@ -24,6 +27,26 @@ def decline_engine(reason: str, config: Config, vllm_config: Any, *, is_schedule
 def record_engine(reason: str, config: Config, vllm_config: Any) -> None:
     """Leave it for tools, in the process that makes an engine's configuration."""
     record(reason, _name(), config, _model(vllm_config))
+
+
+def why_not_started(exc: Exception, *, strict: bool) -> str:
+    """Return what ``decline_engine`` is to say of an engine whose half of kvshm has failed to
+    start.  ``strict`` raises again what does not explain itself."""
+    if isinstance(exc, KvshmError | OSError | RuntimeError):  # for example no descriptors, threads
+        return str(exc)
+    if strict:
+        raise exc
+    return unexpected(exc)
+
+
+def unexpected(exc: Exception) -> str:
+    """Return the reason that an error is which vLLM's objects have brought about, and log the error
+    with its traceback, once."""
+    reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
+    if reason not in _logged:
+        _logged.add(reason)
+        log.warning("kvshm cannot work with this vLLM", exc_info=exc)
+    return reason
 
 
 def _name() -> str:

@@ -1,7 +1,7 @@
-"""In place of kvshm's connector in a vLLM with which that cannot be imported: shares nothing.
+"""In place of kvshm's connector in a vLLM with which that cannot be made: shares nothing.
 
 A user who names kvshm in ``--kv-transfer-config`` gets an engine that serves as plain vLLM, also
-where vLLM has renamed something that the connector imports.
+where vLLM has renamed something that the connector uses, or requires more of connectors.
 """
 
 from __future__ import annotations
@@ -12,11 +12,26 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvshm._ground.log import logger
+from kvshm.errors import ConfigError
 
 log = logger(__name__)
 
 
-def plain_connector(error: ImportError) -> type[Any]:
+def connector_class() -> type[Any]:
+    """Return kvshm's connector, or one that does nothing if this vLLM is not as that needs it.
+    Raises ConfigError for a bad setting, and what ``plain_connector`` raises."""
+    try:
+        from .connector import KvshmConnector
+    except ConfigError:
+        raise  # stops the start
+    except Exception as exc:  # any: vLLM has something else than kvshm knows, and the engine serves
+        return plain_connector(exc)
+    if unknown := ", ".join(sorted(KvshmConnector.__abstractmethods__)):
+        return plain_connector(TypeError(f"connectors must have {unknown}"))
+    return KvshmConnector
+
+
+def plain_connector(error: Exception) -> type[Any]:
     """Return a class of connectors that do nothing, and log why once per engine.  Raises
     AttributeError if this vLLM has no base class for connectors at all."""
 
@@ -42,7 +57,7 @@ def _always(answer: object) -> Callable[..., object]:
     return lambda *_, **__: answer
 
 
-def _decline(error: ImportError, vllm_config: Any) -> None:
+def _decline(error: Exception, vllm_config: Any) -> None:
     """Say what an engine that is refused says; at least why, if that cannot be imported either."""
     reason = f"this vLLM is not as kvshm knows it: {error}"
     try:

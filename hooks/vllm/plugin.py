@@ -69,7 +69,9 @@ def activate() -> None:
     except ConfigError:
         raise
     except Exception as exc:  # any: if vLLM has changed, the engine serves unshared
-        reason = _unexpected(exc)
+        from .declining import unexpected
+
+        reason = unexpected(exc)
     if reason is not None:
         _decline(reason, config)
 
@@ -104,7 +106,9 @@ def _wrap() -> None:
         except ConfigError:
             raise
         except Exception as exc:  # any, as above
-            _decline(_unexpected(exc))
+            from .declining import unexpected
+
+            _decline(unexpected(exc))
 
     post_init.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
     setattr(VllmConfig, TOUCHPOINT, post_init)
@@ -173,17 +177,24 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Co
 def touchpoint_refusal() -> str | None:
     """Return what kvshm does not know of vLLM's interface for connectors, or None.
 
-    Imports the connector; passes on errors other than ImportError, which the caller takes as the
-    reason.  Not called if the user configured the connector: then vLLM's own error says so.
+    Imports the connector.  Raises ConfigError for a bad setting.
     """
+    from kvshm.errors import ConfigError
+
     try:
         from kvshm import _native as _native
     except ImportError as exc:  # not built, as in a clone, or built from other sources
         return f"the kvshm that Python finds is not built: {exc}"
     try:
         from .connector import KvshmConnector
+    except ConfigError:
+        raise
     except ImportError as exc:
         return f"this vLLM is not as kvshm knows it: {exc}"
+    except Exception as exc:  # any: its class is made of what vLLM has
+        from .declining import unexpected
+
+        return unexpected(exc)
     unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
     return f"this vLLM requires connectors to have {unknown}" if unknown else None
 
@@ -210,15 +221,6 @@ def _combined(other: KVTransferConfig) -> KVTransferConfig:
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
     return combined_config(other, OUR_CONNECTOR | {"kv_connector_extra_config": dict(own)})
-
-
-def _unexpected(exc: Exception) -> str:
-    """Log the exception with its traceback, once; return the reason for ``_decline``."""
-    reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
-    if reason not in _logged:
-        _logged.add(reason)
-        log.warning("vLLM's configuration is left alone", exc_info=exc)
-    return reason
 
 
 def _decline(reason: str, config: Config | None = None, vllm_config: Any = None) -> None:

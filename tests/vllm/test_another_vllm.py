@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from local_node import EngineSpec
+from local_node import EngineSpec, clean_environment
 from sharing_node import observe
 
 from kvshm.hooks.vllm.plugin import OUR_CONNECTOR
@@ -25,6 +29,17 @@ from .test_refusal_lines import refusal
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 VERSION = "0.99.1"
+MAKE = """
+from types import SimpleNamespace
+import vllm.logger
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.vllm.plugin import OUR_CONNECTOR
+config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**OUR_CONNECTOR))
+made = KvshmConnector(config, KVConnectorRole.SCHEDULER, None)
+print(type(made).__name__, made.get_num_new_matched_tokens(None, 0))
+"""
 
 
 def before(directory: Path, environment: dict[str, str]) -> dict[str, str]:
@@ -66,6 +81,43 @@ def test_an_engine_of_one_that_does_not_serves_unshared(model: Path, tmp_path: P
         assert f"vLLM {VERSION} is not as the tested" in line
         assert "VllmConfig.__post_init__ in vllm/config/vllm.py (fact " in line
         assert node.sockets() == []
+
+
+def no_peer_source(changed: Path) -> None:
+    rename(changed, "P2P", "PEER")
+
+
+def one_more_duty(changed: Path) -> None:
+    """Every connector has to have a method that no version asks for today."""
+    path = changed / "distributed/kv_transfer/kv_connector/v1/base.py"
+    text = path.read_text()
+    wanted = "    @abstractmethod\n    def build_connector_meta("
+    assert wanted in text
+    path.unlink()
+    duty = "    @abstractmethod\n    def new_duty(self): ...\n\n"
+    path.write_text(text.replace(wanted, duty + wanted))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (no_peer_source, "this vLLM is not as kvshm knows it: AttributeError: .*P2P"),
+        (one_more_duty, "this vLLM requires connectors to have new_duty"),
+    ],
+)
+def test_where_the_connector_cannot_be_made_another_takes_its_name(
+    tmp_path: Path, change: Callable[[Path], None], why: str
+) -> None:
+    """Although each fact holds.  vLLM makes it of a configuration that names it, so it must be a
+    connector, and complete."""
+    changed = linked_vllm(tmp_path / "changed")
+    change(changed)
+    environ = clean_environment() | before(changed.parent, with_version(tmp_path, VERSION))
+    done = subprocess.run(
+        [sys.executable, "-c", MAKE], env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["KvshmConnector", "(0,", "False)"], done.stderr
+    assert len(re.findall(f"not sharing the prefix cache: {why}", done.stderr)) == 1
 
 
 def test_one_that_is_half_installed_is_named_as_such(model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,26 @@ def test_a_start_without_descriptors_or_threads_is_a_start_of_plain_vllm(
         sides = [KvshmConnector(config, role, cache) for role in KVConnectorRole]
     assert sides[0]._scheduler is None
     assert [line for line in lines if "not sharing" in line and "ulimit -" in line]
+    for side in sides:
+        side.shutdown()
+
+
+def test_a_start_that_fails_in_an_unknown_way_is_a_start_of_plain_vllm(
+    model: Path, run_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a later vLLM has renamed what kvshm reads."""
+    config, cache = vllm_config(model), imagined_cache(32)
+    gone = property(attrgetter("renamed"))
+    monkeypatch.setattr(type(config.parallel_config), "rank", gone)
+    monkeypatch.setattr(type(config.scheduler_config), "async_scheduling", gone)
+    for role in KVConnectorRole:
+        with pytest.raises(AttributeError, match="renamed"):
+            KvshmConnector(config, role, cache)
+    monkeypatch.setenv("KVSHM_STRICT", "0")
+    sides = [KvshmConnector(config, role, cache) for role in KVConnectorRole]
+    assert sides[0]._scheduler is sides[1]._worker is None
+    (line,) = [line for line in lines if "not sharing" in line]
+    assert "this vLLM is not as kvshm knows it: AttributeError: " in line
     for side in sides:
         side.shutdown()
 
