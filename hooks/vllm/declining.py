@@ -45,7 +45,7 @@ def unexpected(exc: Exception) -> str:
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
     if reason not in _logged:
         _logged.add(reason)
-        log.warning("kvshm cannot work with this vLLM", exc_info=exc)
+        log.warning("vLLM has changed in what kvshm needs", exc_info=exc)
     return reason
 
 
