@@ -42,11 +42,11 @@ from typing import Any, NamedTuple
 import zmq
 from measurement import end_what_is_started, percentiles, report
 
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm._base.rundir import command_endpoint, engine_socket
+from kvshm._base.timing import TIMING
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
-from kvshm._ground.rundir import command_endpoint, engine_socket
-from kvshm._ground.timing import TIMING
 from kvshm._node.handout import serve_epoch
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,

@@ -25,7 +25,7 @@ from typing import Any
 from fault_engine import NAP_SECONDS, Engine, Handle
 from measurement import end_what_is_started, percentiles, report
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm._shm.layout import RECORD_BYTES
 
 SOME = 64

@@ -27,7 +27,7 @@ from gpu_peer import Cache, GpuPeer, block_ids
 from gpu_sizes import sized
 from measurement import percentiles, report
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.transport.cuda.copy_stream import copy_each
 
 FRAGMENTS = sized([4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20], [16 << 10, 64 << 10])

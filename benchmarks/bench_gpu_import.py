@@ -29,7 +29,7 @@ from gpu_peer import Cache, block_ids
 from gpu_sizes import sized
 from measurement import percentiles, report
 
-from kvshm._ground.ids import BlockId, Epoch, LeaseBit, Rank
+from kvshm._base.ids import BlockId, Epoch, LeaseBit, Rank
 from kvshm._shm.layout import RECORD_BYTES, unpack_records
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.interfaces import CopyState

@@ -24,7 +24,7 @@ from measurement import percentiles, report
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "played_cuda"))
 import library  # type: ignore[import-not-found]  # found by the path above
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.interfaces import CopyState
 from kvshm.transport.cuda.copy_stream import CopyStream
 from kvshm.transport.cuda.driver import Driver, RegionRow

@@ -19,12 +19,12 @@ from pathlib import Path
 from bench_lookup import CALLS, PROMPT, digest, opened
 from measurement import percentiles, report
 
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm._base.rundir import tables_socket
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
-from kvshm._ground.rundir import tables_socket
 from kvshm._node.handout import HandoutServer
 from kvshm._node.protocol import EngineInfo, RankInfo
 from kvshm._shm.layout import BlockRecord, pack_records

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from measurement import percentiles, report
 
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm._base.rundir import tables_socket
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
-from kvshm._ground.rundir import tables_socket
 from kvshm._node.handout import HandoutServer
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import EngineInfo, RankInfo

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvshm._base.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.marks import Marks
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm._shm.own_slot_table import RankSlotTable

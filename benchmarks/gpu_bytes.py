@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu_peer import Cache
 
-from kvshm._ground.ids import BlockId, Rank
+from kvshm._base.ids import BlockId, Rank
 from kvshm._shm.slot_table import PeerSlotTable
 
 MAX_BYTES = 1 << 30

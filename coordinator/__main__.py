@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvshm._ground.resources import require_descriptors
-from kvshm._ground.rundir import open_run_directory
+from kvshm._base.resources import require_descriptors
+from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
 from kvshm.version import __version__

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.timing import TIMING, Timing
 from kvshm._node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.resources import start_thread
-from kvshm._ground.rundir import open_run_directory
+from kvshm._base.forks import guard_forks
+from kvshm._base.resources import start_thread
+from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 
@@ -90,7 +90,7 @@ class CoordinatorThread:
         os.close(self._wake)
 
     def forget_in_child(self) -> None:
-        """See kvshm/_ground/forks.py."""
+        """See kvshm/_base/forks.py."""
         if self._thread is None:
             return
         self._thread = None

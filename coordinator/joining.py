@@ -6,8 +6,8 @@ import logging
 
 import msgspec
 
-from kvshm._ground.fingerprint import differences
-from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._base.fingerprint import differences
+from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._node.protocol import (
     FINGERPRINT_BYTES,
     MAX_FIELDS_CHARACTERS,

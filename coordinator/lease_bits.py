@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._shm.layout import NUM_LEASE_BITS
 
 

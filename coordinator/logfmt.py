@@ -12,9 +12,9 @@ import sys
 import time
 from contextlib import suppress
 
-from kvshm._ground.log import LineLimit
-from kvshm._ground.log_file import LogFile
-from kvshm._ground.log_lines import EVENT, FIELDS, LineFormatter, key_values
+from kvshm._base.log import LineLimit
+from kvshm._base.log_file import LogFile
+from kvshm._base.log_format import EVENT, FIELDS, LineFormatter, key_values
 
 MAX_WAITING_BYTES = 1 << 20
 """Bytes of unread lines that are kept; further lines are counted and lost."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.timing import TIMING, Timing
 from kvshm._node.protocol import AnyBroadcast, EngineInfo
 
 from .actions import Action, Log, ReleaseTable, SendBroadcast, Sender

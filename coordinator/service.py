@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from kvshm._ground.resources import require_descriptors
-from kvshm._ground.rundir import command_endpoint, event_endpoint, lock_path
+from kvshm._base.resources import require_descriptors
+from kvshm._base.rundir import command_endpoint, event_endpoint, lock_path
 from kvshm._node.leftovers import clear, left_by_engines, take_namespace
 from kvshm._node.locks import cleanup_lock, has_name, take_lock
 from kvshm.version import __version__

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import zmq
 from zmq.constants import Event
 
-from kvshm._ground.resources import require_descriptors
-from kvshm._ground.rundir import closed_socket
+from kvshm._base.resources import require_descriptors
+from kvshm._base.rundir import closed_socket
 from kvshm._node.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 from kvshm._shm.fds import FileId, file_at, remove_own
 from kvshm.errors import KvshmError, RunDirectoryError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 
-from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._node.protocol import (
     MAX_EVENTS_BYTES,
     EngineEvents,

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm._ground.rundir import engine_socket, tables_socket
-from kvshm._ground.time_namespace import clock_offset_ns
+from kvshm._base.rundir import engine_socket, tables_socket
+from kvshm._base.time_namespace import clock_offset_ns
 from kvshm._node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_reply
 from kvshm._node.protocol import EngineInfo, Join
 from kvshm._shm.fds import peer_credentials, peer_has_closed, receive

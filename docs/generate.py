@@ -1,5 +1,5 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py and their
-sources, the fields of kvshm/_ground/fingerprint.py, the names of kvshm/api.py (docs/api_page.py),
+sources, the fields of kvshm/_base/fingerprint.py, the names of kvshm/api.py (docs/api_page.py),
 the metrics of tools/metrics/definitions.py, the facts of docs/vllm-facts.toml, and the numbers of
 kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
 
@@ -20,9 +20,9 @@ from pathlib import Path
 import api_page
 import vllm_facts
 
-from kvshm._ground import syncpoints, timing
-from kvshm._ground.fingerprint import FIELDS
-from kvshm._ground.setting_sources import FILE_VARIABLE, ORDER
+from kvshm._base import syncpoints, timing
+from kvshm._base.fingerprint import FIELDS
+from kvshm._base.setting_sources import FILE_VARIABLE, ORDER
 from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
 from kvshm.tools.metrics.definitions import GROUPS, LEFT_OUT, Metric
@@ -49,13 +49,13 @@ SYNC_POINT = (
     "`<name>:<stop, kill or hang>[:<nth>]`",
     "unset",
     "Stop or kill the process, or have the thread hang, at a sync point "
-    "(`kvshm/_ground/syncpoints.py`).",
+    "(`kvshm/_base/syncpoints.py`).",
 )
 TIME_SCALE = (
     f"`{timing.VARIABLE}`",
     "a number above 0",
     "1",
-    "Multiply the times of `Timing` (`kvshm/_ground/timing.py`), in all processes of "
+    "Multiply the times of `Timing` (`kvshm/_base/timing.py`), in all processes of "
     "a namespace alike.",
 )
 """SYNC_POINT and TIME_SCALE are read before there are settings, and only tests set them."""

@@ -9,8 +9,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import engine_socket
 from kvshm._node.handout import Handouts, HandoutServer
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.slot_table import PeerSlotTable

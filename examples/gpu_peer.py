@@ -28,7 +28,7 @@ from typing import Any, Self
 from gpu_allocators import ForeignMemory, cumem_allocate
 from gpu_node import hand_out, own_socket, shared_directory, table_of
 
-from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._base.ids import BlockId, Epoch, Rank
 
 CALL_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 20.0
@@ -260,7 +260,7 @@ class Cache:
 
     def publish_all(self, epoch: Epoch) -> None:
         """Create a slot table, publish all blocks and hand the table out (``table_of``)."""
-        from kvshm._ground.ids import Fingerprint
+        from kvshm._base.ids import Fingerprint
         from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
         spec = TableSpec("gpu", "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
@@ -279,7 +279,7 @@ class Cache:
         self._churner.start()
 
     def _publish(self, block: BlockId) -> None:
-        from kvshm._ground.ids import BlockHash, Generation
+        from kvshm._base.ids import BlockHash, Generation
         from kvshm._shm.layout import BlockRecord, pack_records
 
         self.view()[block] = self.torch.randint(

@@ -20,7 +20,7 @@ from gpu_memory import no_gpu
 from gpu_peer import GpuPeer, answer_calls
 from gpu_sizes import sized
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 
 
 class Side:

@@ -14,8 +14,8 @@ from itertools import permutations
 
 from local_node import Engine, Node, PromptTokens, wait_until
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import FoundFile, list_sockets
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import FoundFile, list_sockets
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.counters import PUBLISHED

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
-from kvshm._ground.declined import declined_now, record_declined
-from kvshm._ground.log import logger
-from kvshm._ground.log_output import start_log as start_log  # for hooks that use kvshm.api only
+from kvshm._base.declined import declined_now, record_declined
+from kvshm._base.log import logger
+from kvshm._base.log_output import start_log as start_log  # for hooks that use kvshm.api only
 from kvshm.config import Config, Share
 from kvshm.errors import MemoryInUse
 

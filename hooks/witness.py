@@ -17,7 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 
-from kvshm._ground.resources import start_thread
+from kvshm._base.resources import start_thread
 
 from .samples import Samples
 from .weights import Place

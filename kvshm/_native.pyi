@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from ._ground.ids import BlockId
+from ._base.ids import BlockId
 
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""

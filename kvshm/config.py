@@ -1,7 +1,7 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
 Settings come from a command's options, vLLM's ``kv_connector_extra_config``, environment variables
-and a TOML file (kvshm/_ground/setting_sources.py has their order).  Only ``Config.from_env`` reads
+and a TOML file (kvshm/_base/setting_sources.py has their order).  Only ``Config.from_env`` reads
 and checks them, when kvshm is activated or the coordinator starts; a bad value stops the start.  An
 empty value counts as unset.
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from ._ground import setting_sources, syncpoints, timing
-from ._ground import setting_values as values
-from ._ground.likely_mistakes import plugin_left_out, unknown_names
-from ._ground.roles import Decision, Limit, Role, decide_role
-from ._ground.rundir import SOCKET_PATH_BYTES, choose_run_directory
-from ._ground.setting_sources import FILE_VARIABLE, PREFIX, Given, Source
+from ._base import setting_sources, syncpoints, timing
+from ._base import setting_values as values
+from ._base.likely_mistakes import plugin_left_out, unknown_names
+from ._base.roles import Decision, Limit, Role, decide_role
+from ._base.rundir import SOCKET_PATH_BYTES, choose_run_directory
+from ._base.setting_sources import FILE_VARIABLE, PREFIX, Given, Source
 from .errors import ConfigError
 
 SOCKET_NAME_BYTES = 32
@@ -27,7 +27,7 @@ SOCKET_NAME_BYTES = 32
 
 _READ_ELSEWHERE = frozenset({FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE})
 """Variables that are no settings.  The last two are read at the import of
-kvshm/_ground/syncpoints.py and timing.py, before there are settings; only checked here."""
+kvshm/_base/syncpoints.py and timing.py, before there are settings; only checked here."""
 
 _PLACE = ("run_dir", "namespace")
 

@@ -19,6 +19,7 @@ messages of its own (they can be pickled).
 
 from __future__ import annotations
 
+from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._engine.costs import Costs
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups, Part
@@ -27,7 +28,6 @@ from kvshm._engine.load_planner import LoadPlanner, LoadResult
 from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ._ground.copy_path import CopyPath
-from ._ground.ids import BlockId, Epoch
-from ._ground.resources import require_descriptors
+from ._base.copy_path import CopyPath
+from ._base.ids import BlockId, Epoch
+from ._base.resources import require_descriptors
 from .config import Auto
 from .errors import ConfigError, KvshmError, TransportError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reaper
 
-from kvshm._ground.log import LINE_LIMIT
+from kvshm._base.log import LINE_LIMIT
 
 from . import side_by_side
 from .model.run_models import NOT_CHECKED

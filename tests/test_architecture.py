@@ -217,7 +217,7 @@ def test_no_thread_waits_for_a_simple_queue_for_a_time(path: Path) -> None:
 def test_hooks_meet_the_node_through_the_public_surface_only() -> None:
     """There is no second way in: what an engine needs of kvshm is offered to every engine.  Names,
     log lines and the like (the ground) are the house's own."""
-    inside = {f"kvshm.{folder.name}" for folder in (ROOT / "kvshm").glob("_*/")} - {"kvshm._ground"}
+    inside = {f"kvshm.{folder.name}" for folder in (ROOT / "kvshm").glob("_*/")} - {"kvshm._base"}
     assert "kvshm._engine" in inside
     for path in (ROOT / "hooks").rglob("*.py"):
         for full in full_imports(path, ast.parse(path.read_text())):
@@ -271,7 +271,7 @@ def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
     for path in inner:
         if path.parent == ROOT / "kvshm" and path.stem in {*roof, "__init__"}:
             continue
-        above = floors[: floors.index(folder_of.get(path, "_ground"))]
+        above = floors[: floors.index(folder_of.get(path, "_base"))]
         for full in full_imports(path, ast.parse(path.read_text())):
             assert not {f"kvshm.{folder}" for folder in above} & {full, *parents(full)}, (
                 f"{name_of(path)} imports {full}, of a floor above"

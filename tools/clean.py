@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from kvshm._ground.rundir import choose_run_directory, open_run_directory
+from kvshm._base.rundir import choose_run_directory, open_run_directory
 from kvshm._node.leftovers import CleanupResult, clear
 from kvshm.config import Config
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.log import engine_name
-from kvshm._ground.rundir import list_sockets, tables_socket
+from kvshm._base.ids import Epoch
+from kvshm._base.log import engine_name
+from kvshm._base.rundir import list_sockets, tables_socket
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kvshm._ground.rundir import choose_run_directory, open_run_directory
+from kvshm._base.rundir import choose_run_directory, open_run_directory
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
-from kvshm._ground.log import engine_name
+from kvshm._base.log import engine_name
 
 from .report import Json
 from .tables import Columns

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import list_coordinators
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import list_coordinators
 from kvshm._replica.index_layout import Entry, tag_in_group
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.layout import SlotState

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from kvshm._ground.extra_config import own_settings
-from kvshm._ground.setting_sources import ORDER
+from kvshm._base.extra_config import own_settings
+from kvshm._base.setting_sources import ORDER
 from kvshm.config import Config, list_settings
 from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed

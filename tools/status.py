@@ -7,9 +7,9 @@ import json
 import sys
 from collections.abc import Iterator
 
-from kvshm._ground.declined import Declined
-from kvshm._ground.ids import Epoch
-from kvshm._ground.log import engine_name
+from kvshm._base.declined import Declined
+from kvshm._base.ids import Epoch
+from kvshm._base.log import engine_name
 from kvshm.errors import ConfigError, KvshmError
 
 from .node.health import NO_COORDINATOR, Health, Limits, State, judge, judge_coordinator, judge_node

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvshm import _native
-from kvshm._ground.ids import BlockId
-from kvshm._ground.log import RateLimit, logger
+from kvshm._base.ids import BlockId
+from kvshm._base.log import RateLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvshm._ground.log import RateLimit, logger
-from kvshm._ground.resources import start_thread
+from kvshm._base.log import RateLimit, logger
+from kvshm._base.resources import start_thread
 from kvshm.errors import TransportError
 
 _log = logger(__name__)

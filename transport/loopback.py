@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region, unpack_details

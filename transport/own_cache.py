@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.errors import TransportError
 from kvshm.interfaces import MemoryDescriptor, Region
 

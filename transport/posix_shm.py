@@ -25,9 +25,9 @@ from pathlib import Path
 import msgspec
 
 from kvshm import _native
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.forks import close_in_children
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.forks import close_in_children
+from kvshm._base.ids import BlockId, Epoch
 from kvshm._shm.fd_server import FdServer
 from kvshm._shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
 from kvshm.config import Fault

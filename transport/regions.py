@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.errors import TransportError
 from kvshm.interfaces import Region
 

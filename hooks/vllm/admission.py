@@ -17,7 +17,7 @@ from pathlib import Path
 from sysconfig import get_config_var
 from typing import Any, NamedTuple
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 
 from .source_digests import Source, bytes_digest
 

@@ -31,10 +31,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
-from kvshm._ground.log_output import start_log
-from kvshm._ground.rundir import open_run_directory, require_room
+from kvshm._base.ids import BlockId
+from kvshm._base.log import logger
+from kvshm._base.log_output import start_log
+from kvshm._base.rundir import open_run_directory, require_room
 from kvshm.errors import ConfigError
 
 from ..boundary import guarded, report, timed

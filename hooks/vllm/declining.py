@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 

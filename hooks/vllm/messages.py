@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.halves import LoadOrder, LoadReport, RankInfo
 
 _NONE: Any = ()

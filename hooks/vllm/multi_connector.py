@@ -9,7 +9,7 @@ import copy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.extra_config import CHILDREN, MULTI, without_own
+from kvshm._base.extra_config import CHILDREN, MULTI, without_own
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 from kvshm.errors import ConfigError
 
 log = logger(__name__)

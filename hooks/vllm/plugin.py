@@ -14,7 +14,7 @@ import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 
 from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
@@ -49,7 +49,7 @@ def activate() -> None:
     enable = os.environ.get("KVSHM_ENABLE", "")
     if enable == "0" or not (enable or os.environ.get("KVSHM_CONFIG")):
         return
-    from kvshm._ground.log_output import start_log
+    from kvshm._base.log_output import start_log
     from kvshm.config import Config
     from kvshm.errors import ConfigError
     from kvshm.interfaces import check_installed
@@ -118,7 +118,7 @@ def _configure(vllm_config: VllmConfig) -> None:
     """Add kvshm's connector to a kv_transfer_config without one, or drop that one, which
     was meant for kvshm; combine another connector's with kvshm's, or leave it alone; correct
     kvshm's own.  If this raises, nothing has changed.  Raises ConfigError for a bad setting."""
-    from kvshm._ground.log_output import start_log
+    from kvshm._base.log_output import start_log
 
     from .settings import settings_of
 
@@ -212,7 +212,7 @@ def _with_connector(given: KVTransferConfig | None, config: Config) -> KVTransfe
 
 
 def _combined(other: KVTransferConfig) -> KVTransferConfig:
-    from kvshm._ground.extra_config import own_settings
+    from kvshm._base.extra_config import own_settings
 
     from .multi_connector import combined_config
 

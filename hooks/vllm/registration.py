@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshm._ground.extra_config import CONNECTOR as CONNECTOR
+from kvshm._base.extra_config import CONNECTOR as CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -13,7 +13,7 @@ from itertools import islice
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from kvshm._ground.log import RateLimit, logger
+from kvshm._base.log import RateLimit, logger
 from kvshm.config import Share
 from kvshm.halves import BAD_OPTIONS, SchedulerHalf
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of

@@ -1,5 +1,5 @@
 """The settings of an engine: what vLLM's configuration says of them counts before the environment
-and the file (kvshm/_ground/setting_sources.py).  Any process of vLLM; each call reads the file."""
+and the file (kvshm/_base/setting_sources.py).  Any process of vLLM; each call reads the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.extra_config import own_settings
+from kvshm._base.extra_config import own_settings
 from kvshm.config import Config
 from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed

@@ -28,10 +28,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.log import logger
-from kvshm._ground.resources import start_thread
-from kvshm._ground.rundir import choose_run_directory, open_run_directory
+from kvshm._base.forks import guard_forks
+from kvshm._base.log import logger
+from kvshm._base.resources import start_thread
+from kvshm._base.rundir import choose_run_directory, open_run_directory
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 from kvshm.halves import clear

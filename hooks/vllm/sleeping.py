@@ -18,8 +18,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.ids import Rank
-from kvshm._ground.log import logger
+from kvshm._base.ids import Rank
+from kvshm._base.log import logger
 from kvshm.errors import MemoryInUse
 from kvshm.halves import RankHalf
 

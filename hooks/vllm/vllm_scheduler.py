@@ -15,8 +15,8 @@ from typing import Any
 from vllm import envs
 from vllm.config import KVTransferConfig
 
-from kvshm._ground.log import RateLimit, logger
-from kvshm._ground.roles import Decision, Limit
+from kvshm._base.log import RateLimit, logger
+from kvshm._base.roles import Decision, Limit
 
 from .call_stack import callers_with
 

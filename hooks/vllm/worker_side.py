@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from kvshm._ground.fingerprint import KERNEL_BLOCKS, TRANSPORT
-from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
-from kvshm._ground.log import logger
+from kvshm._base.fingerprint import KERNEL_BLOCKS, TRANSPORT
+from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
+from kvshm._base.log import logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
 from kvshm.halves import (

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from msgspec.structs import astuple
 
+from kvshm._base.ids import HASH_BYTES
 from kvshm._engine.groups import Group
-from kvshm._ground.ids import HASH_BYTES
 from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS
 from kvshm.errors import MisuseError
 from kvshm.interfaces import MAX_REGIONS, Region

@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvshm._base.ids import BlockId, Epoch
+from kvshm._base.log import logger
+from kvshm._base.rundir import open_run_directory
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Groups
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockId, Epoch
-from kvshm._ground.log import logger
-from kvshm._ground.rundir import open_run_directory
 from kvshm._node.protocol import RankInfo
 from kvshm._rank.opening import open_rank
 from kvshm.config import Config

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
+from kvshm._base import fingerprint as names
 from kvshm._engine.groups import Group
-from kvshm._ground import fingerprint as names
 from kvshm._node.protocol import MAX_FIELDS_CHARACTERS, abi
 from kvshm.errors import MisuseError
 from kvshm.interfaces import Region

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvshm._base.log import logger
+from kvshm._base.log_output import start_log
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
-from kvshm._ground.log import logger
-from kvshm._ground.log_output import start_log
 from kvshm.config import Config, Share
 from kvshm.errors import KvshmError, MisuseError, TransportError
 from kvshm.interfaces import Region, choose_transport

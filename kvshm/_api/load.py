@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from kvshm._base.ids import BlockId, LoadId
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import Plan
-from kvshm._ground.ids import BlockId, LoadId
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.errors import MisuseError
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvshm._base.ids import BlockId, Epoch, LoadId
 from kvshm._engine.load_plan import LoadOrder, Plan
-from kvshm._ground.ids import BlockId, Epoch, LoadId
 
 from .halves_in_one import HalvesInOne
 from .load import Load, Progress

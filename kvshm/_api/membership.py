@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from kvshm._base.forks import guard_forks
+from kvshm._base.log import RateLimit, logger
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.groups import Groups
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.log import RateLimit, logger
 from kvshm.errors import KvshmError, MisuseError
 
 from .halves_in_one import HalvesInOne
@@ -231,7 +231,7 @@ class Membership:
         self._halves = self._open = None
 
     def forget_in_child(self) -> None:
-        """Internal: a forked child has no part in the node (kvshm/_ground/forks.py)."""
+        """Internal: a forked child has no part in the node (kvshm/_base/forks.py)."""
         self._lock = threading.RLock()
         self._refusal = "this process was forked from the engine that has joined"
         self._let_go()

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
+from kvshm._base.ids import BlockHash, BlockId
 from kvshm._engine.groups import Group
 from kvshm._engine.load_plan import Plan
-from kvshm._ground.ids import BlockHash, BlockId
 from kvshm.errors import MisuseError
 
 from .arguments import checked_keys, checked_seconds, checked_start

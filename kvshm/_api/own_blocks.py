@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm._shm.layout import RecordKind, pack_records
 from kvshm.errors import MisuseError
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import cast
 
-from kvshm._ground.ids import BlockHash
+from kvshm._base.ids import BlockHash
 from kvshm.errors import MisuseError
 
 from .arguments import checked_block_size, listed, whole

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch
-from kvshm._ground.rundir import choose_run_directory, list_sockets
+from kvshm._base.ids import BlockHash, BlockId, Epoch
+from kvshm._base.rundir import choose_run_directory, list_sockets
 from kvshm._node.handout import Handouts
 from kvshm._shm.layout import unpack_records
 from kvshm._shm.slot_table import SlotTableView

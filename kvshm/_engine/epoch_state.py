@@ -13,11 +13,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvshm._ground.fingerprint import fingerprint
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Fingerprint
-from kvshm._ground.log_lines import forget_own_epoch, note_own_epoch
-from kvshm._ground.roles import Decision
-from kvshm._ground.rundir import engine_socket, peers_file
+from kvshm._base.fingerprint import fingerprint
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Fingerprint
+from kvshm._base.log_format import forget_own_epoch, note_own_epoch
+from kvshm._base.roles import Decision
+from kvshm._base.rundir import engine_socket, peers_file
 from kvshm._node.handout import Handouts, HandoutServer, serve_epoch
 from kvshm._node.peer import Peer
 from kvshm._node.peer_list import PeerList

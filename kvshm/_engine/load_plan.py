@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Self
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LoadId
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import block_ids
 from kvshm.interfaces import MemoryDescriptor

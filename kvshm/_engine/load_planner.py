@@ -12,10 +12,10 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
-from kvshm._ground.log import RateLimit, logger
-from kvshm._ground.syncpoints import SyncPoint, sync_point
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
+from kvshm._base.log import RateLimit, logger
+from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._shm import counters as c
 from kvshm._shm.counters import Counter
 from kvshm._shm.histograms import MATCH_LENGTH

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from kvshm import _native
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 
 Run: TypeAlias = (
     tuple[list[bytes], int, bytes]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import RECORD_BYTES, RecordKind, pack_records
 from kvshm.errors import KvshmError

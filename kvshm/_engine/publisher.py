@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm._shm.counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
 from kvshm._shm.histograms import DRAIN_WAIT
 from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES

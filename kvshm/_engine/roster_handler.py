@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LeaseBit
-from kvshm._ground.log import engine_name, logger
-from kvshm._ground.syncpoints import SyncPoint, sync_point
+from kvshm._base.ids import NO_LEASE_BIT, Epoch, LeaseBit
+from kvshm._base.log import engine_name, logger
+from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._node import incompatible
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import (

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm._ground.declined import declined_now, forget_declined, record_declined
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.ids import Epoch
-from kvshm._ground.log import engine_name, logger
-from kvshm._ground.rundir import start_command, tables_socket
-from kvshm._ground.timing import RetryPause
+from kvshm._base.declined import declined_now, forget_declined, record_declined
+from kvshm._base.forks import guard_forks
+from kvshm._base.ids import Epoch
+from kvshm._base.log import engine_name, logger
+from kvshm._base.rundir import start_command, tables_socket
+from kvshm._base.timing import RetryPause
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
@@ -211,7 +211,7 @@ class SchedulerHalf:
                 log.debug("nothing cleaned up: %s", exc)
 
     def forget_in_child(self) -> None:
-        """The epoch belongs to the parent; the child has none (kvshm/_ground/forks.py)."""
+        """The epoch belongs to the parent; the child has none (kvshm/_base/forks.py)."""
         self._lock = threading.Lock()
         self._requested = self.epoch_state = self._cleanup_dir = None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvshm._ground.copy_path import CopyPath, slowest
-from kvshm._ground.ids import BlockId
+from kvshm._base.copy_path import CopyPath, slowest
+from kvshm._base.ids import BlockId
 from kvshm._shm.traffic import IMPORT_TIMES
 
 from .epoch_state import EpochState

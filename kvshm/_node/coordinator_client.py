@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kvshm import _native
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.log import logger
-from kvshm._ground.resources import start_thread
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.forks import guard_forks
+from kvshm._base.log import logger
+from kvshm._base.resources import start_thread
+from kvshm._base.timing import TIMING, Timing
 from kvshm._shm.counters import EVENTS_DROPPED, EVENTS_UNHEARD
 from kvshm._shm.fds import close_all
 from kvshm._shm.layout import RECORD_BYTES
@@ -144,7 +144,7 @@ class CoordinatorClient:
         _native.wake(self._wake_later if microseconds else self._wake_now, microseconds)
 
     def forget_in_child(self) -> None:
-        """Drop the sockets and the thread, which belong to the parent (kvshm/_ground/forks.py)."""
+        """Drop the sockets and the thread, which belong to the parent (kvshm/_base/forks.py)."""
         self._usable = False
         self._thread = self._session = None
         self._outbox.clear()

@@ -25,10 +25,10 @@ import msgspec
 import zmq
 from msgspec import Raw
 
-from kvshm._ground.ids import NO_LEASE_BIT
-from kvshm._ground.resources import require_descriptors
-from kvshm._ground.rundir import command_endpoint, event_endpoint
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.ids import NO_LEASE_BIT
+from kvshm._base.resources import require_descriptors
+from kvshm._base.rundir import command_endpoint, event_endpoint
+from kvshm._base.timing import TIMING, Timing
 from kvshm._shm.counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from kvshm.errors import ProtocolError, VersionMismatch
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import engine_socket, peers_file, tables_socket
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import engine_socket, peers_file, tables_socket
 from kvshm._replica.index import Replica
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fd_server import FdServer

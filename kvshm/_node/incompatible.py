@@ -5,7 +5,7 @@ Both engines log the reason, each with its own value first.  Pure.
 
 from __future__ import annotations
 
-from kvshm._ground.fingerprint import (
+from kvshm._base.fingerprint import (
     DTYPE,
     KV_DTYPE,
     LORA,
@@ -15,8 +15,8 @@ from kvshm._ground.fingerprint import (
     QUANTIZATION,
     WEIGHTS,
 )
-from kvshm._ground.log import engine_name
-from kvshm._ground.log_lines import quote
+from kvshm._base.log import engine_name
+from kvshm._base.log_format import quote
 from kvshm._shm.error_log import TEXT_BYTES
 
 from .protocol import IncompatibleEngine

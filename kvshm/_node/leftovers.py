@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvshm._ground.declined import left_declined
-from kvshm._ground.rundir import (
+from kvshm._base.declined import left_declined
+from kvshm._base.rundir import (
     closed_socket,
     command_endpoint,
     event_endpoint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import CorruptSegment, ProtocolError, StaleAttachment

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 
 from .protocol import EngineInfo
 

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvshm._ground.ids import Epoch, LeaseBit
-from kvshm._ground.log import RateLimit, engine_name, logger
-from kvshm._ground.timing import TIMING, RetryPause, Timing
+from kvshm._base.ids import Epoch, LeaseBit
+from kvshm._base.log import RateLimit, engine_name, logger
+from kvshm._base.timing import TIMING, RetryPause, Timing
 from kvshm._replica.index import Replica, StaleRecords
 from kvshm._shm.counters import (
     MISS_FINGERPRINT,

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Raw
 from msgspec.msgpack import Decoder, Encoder
 
-from kvshm._ground.log import engine_name
+from kvshm._base.log import engine_name
 from kvshm._shm.layout import ENGINE_NAME_BYTES, LAYOUT_VERSION, MAX_RANKS
 from kvshm.errors import ProtocolError, VersionMismatch
 from kvshm.interfaces import MemoryDescriptor

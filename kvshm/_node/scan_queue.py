@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.ids import Epoch
+from kvshm._base.timing import TIMING, Timing
 
 BURST_SCANS = 8
 """Scans of one table without a pause: after a restart of the coordinator an engine that joins has

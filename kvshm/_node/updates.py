@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvshm._ground.log import RateLimit, logger
+from kvshm._base.log import RateLimit, logger
 
 from .protocol import AnyBroadcast, EngineInfo, Joined, Refused
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
+from kvshm._base.ids import Epoch, LeaseBit, Rank
+from kvshm._base.log import RateLimit, engine_name, logger
+from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import Piece
-from kvshm._ground.ids import Epoch, LeaseBit, Rank
-from kvshm._ground.log import RateLimit, engine_name, logger
-from kvshm._ground.resources import start_thread
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
 from kvshm._node.protocol import EngineInfo

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.ids import Rank
-from kvshm._ground.log import logger
-from kvshm._ground.rundir import rank_socket
+from kvshm._base.ids import Rank
+from kvshm._base.log import logger
+from kvshm._base.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm.config import Config
 from kvshm.interfaces import Region

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 
 log = logger(__name__)
 

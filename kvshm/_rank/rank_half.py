@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvshm._base.forks import guard_forks
+from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
+from kvshm._base.log import logger
+from kvshm._base.log_format import forget_own_epoch, note_own_epoch
+from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.ids import BlockId, Epoch, LoadId, Rank
-from kvshm._ground.log import logger
-from kvshm._ground.log_lines import forget_own_epoch, note_own_epoch
-from kvshm._ground.resources import start_thread
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
 from kvshm._shm.counters import LOADS_STARTED, LOADS_TOO_LATE
@@ -303,7 +303,7 @@ class RankHalf:
         self.transport.close()
 
     def forget_in_child(self) -> None:
-        """Memory and epoch belong to the parent (kvshm/_ground/forks.py)."""
+        """Memory and epoch belong to the parent (kvshm/_base/forks.py)."""
         self._inherited, self.table = True, None
 
     # -- the load thread

@@ -14,6 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import BlockId
+from kvshm._base.log import logger
+from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._engine.load_plan import (
     NO_TICKET,
     CopyTimes,
@@ -23,10 +27,6 @@ from kvshm._engine.load_plan import (
     Piece,
     PieceFailure,
 )
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
-from kvshm._ground.syncpoints import SyncPoint, sync_point
 from kvshm._shm.counters import (
     BLOCKS_COPIED,
     BYTES_COPIED,

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvshm import _native
-from kvshm._ground.ids import Epoch, LeaseBit
-from kvshm._ground.log import logger
+from kvshm._base.ids import Epoch, LeaseBit
+from kvshm._base.log import logger
 from kvshm._shm.available_memory import check_available
 from kvshm._shm.layout import (
     CAPACITY_OFFSET,

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvshm._ground.ids import BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import (
     ENTRY_BYTES,
     INDEX_HEADER_BYTES,

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from kvshm._ground.forks import guard_forks
-from kvshm._ground.log import RateLimit, logger
-from kvshm._ground.resources import start_thread
+from kvshm._base.forks import guard_forks
+from kvshm._base.log import RateLimit, logger
+from kvshm._base.resources import start_thread
 from kvshm.errors import TransportError
 
 from .fds import (

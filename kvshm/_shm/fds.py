@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvshm._ground.forks import close_in_children
-from kvshm._ground.rundir import path_too_long
+from kvshm._base.forks import close_in_children
+from kvshm._base.rundir import path_too_long
 from kvshm.errors import TransportError
 
 MAX_REQUEST_BYTES = 4096

@@ -126,7 +126,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple, cast
 
-from kvshm._ground.ids import HASH_BYTES, BlockHash, BlockId, Generation
+from kvshm._base.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
 LAYOUT_VERSION = 6
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvshm import _native
-from kvshm._ground.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.errors import SegmentError
 
 from .counters import PUBLISHED, RETRACTED, Counters

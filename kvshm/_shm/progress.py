@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvshm import _native
-from kvshm._ground.time_namespace import UNKNOWN, clock_offset_ns
+from kvshm._base.time_namespace import UNKNOWN, clock_offset_ns
 
 from .histograms import Histogram
 from .layout import LOOP_BYTES, LOOPS_OFFSET
@@ -50,7 +50,7 @@ class Progress(NamedTuple):
     idles: bool
     """Whether it stands still while no work waits."""
     clock_offset_ns: int | None = 0
-    """Of its process (kvshm/_ground/time_namespace.py); None: not known."""
+    """Of its process (kvshm/_base/time_namespace.py); None: not known."""
 
 
 def read_progress(segment: Segment, num_ranks: int) -> list[Progress]:

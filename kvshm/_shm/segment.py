@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvshm import _native
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm.errors import (
     CorruptSegment,
     SegmentError,

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, Self
 
 from kvshm import _native
-from kvshm._ground import (
+from kvshm._base import (
     syncpoints as syncpoints,  # arms the core's sync points, if a test asked for it
 )
-from kvshm._ground.ids import BlockHash, Generation, LeaseBit, Rank
+from kvshm._base.ids import BlockHash, Generation, LeaseBit, Rank
 from kvshm.errors import CorruptSegment
 
 from .counters import SWEPT

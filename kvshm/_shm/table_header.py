@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from kvshm import _native
-from kvshm._ground.ids import Fingerprint, LeaseBit
+from kvshm._base.ids import Fingerprint, LeaseBit
 from kvshm.errors import CorruptSegment
 
 from .counters import CounterValues

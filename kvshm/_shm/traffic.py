@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvshm._ground.copy_path import PATHS, CopyPath
-from kvshm._ground.ids import Epoch
+from kvshm._base.copy_path import PATHS, CopyPath
+from kvshm._base.ids import Epoch
 
 from . import histograms as h
 from .layout import NUM_TRAFFIC_ROWS, TRAFFIC_OFFSET, TRAFFIC_ROW_BYTES

@@ -3,7 +3,7 @@
 
 #include "core_index.h"
 
-static kvshm_place *find(kvshm_place *places, uint64_t mask, uint64_t key)
+static kvshm_census_cell *find(kvshm_census_cell *places, uint64_t mask, uint64_t key)
 {
     uint64_t at = key;
     while (places[at & mask].owner && places[at & mask].key != key)
@@ -12,16 +12,16 @@ static kvshm_place *find(kvshm_place *places, uint64_t mask, uint64_t key)
 }
 
 /* Where the block of a READY slot is counted.  While the slot changes, the hash may be torn. */
-static kvshm_place *place_of(const uint8_t *slot, kvshm_place *places, uint64_t mask)
+static kvshm_census_cell *place_of(const uint8_t *slot, kvshm_census_cell *places, uint64_t mask)
 {
     uint64_t group = get_half(slot + KVSHM_SLOT_GROUP_OFFSET);
     uint64_t key = get(slot + KVSHM_SLOT_HASH_OFFSET) ^ group * GROUP_FACTOR;
-    kvshm_place *found = find(places, mask, key);
+    kvshm_census_cell *found = find(places, mask, key);
     found->key = key;
     return found;
 }
 
-int64_t kvshm_census_add(kvshm_segment segment, kvshm_place *places, uint64_t room, uint64_t *used,
+int64_t kvshm_census_add(kvshm_segment segment, kvshm_census_cell *places, uint64_t room, uint64_t *used,
                          uint32_t number, kvshm_census *census)
 {
     table_view table;
@@ -39,7 +39,7 @@ int64_t kvshm_census_add(kvshm_segment segment, kvshm_place *places, uint64_t ro
         if (state != KVSHM_READY)
             continue;
         census->ready++;
-        kvshm_place *place = place_of(slot, places, room - 1);
+        kvshm_census_cell *place = place_of(slot, places, room - 1);
         if (!place->owner)
             place->owner = number;
         else if (place->owner != number)
@@ -48,7 +48,7 @@ int64_t kvshm_census_add(kvshm_segment segment, kvshm_place *places, uint64_t ro
     return KVSHM_OK;
 }
 
-void kvshm_census_of(const kvshm_place *places, uint64_t room, uint32_t number, uint64_t *distinct,
+void kvshm_census_of(const kvshm_census_cell *places, uint64_t room, uint32_t number, uint64_t *distinct,
                      uint64_t *last_copies)
 {
     *distinct = *last_copies = 0;

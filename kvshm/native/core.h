@@ -118,7 +118,7 @@ typedef struct {
     uint64_t key;
     uint32_t owner;  /* number of the first table that has it, from 1 on */
     uint32_t shared; /* 1: another table has it, too */
-} kvshm_place;
+} kvshm_census_cell;
 
 typedef struct {
     uint64_t ready, draining, leased;
@@ -127,11 +127,11 @@ typedef struct {
 /* Count a table's blocks and enter the READY ones into `places`, roughly while they change.  `room`
  * places, a power of two; *used, 0 at first, counts the slots of all tables so far.  KVSHM_INVALID
  * if they do not leave a place free. */
-int64_t kvshm_census_add(kvshm_segment table, kvshm_place *places, uint64_t room, uint64_t *used,
+int64_t kvshm_census_add(kvshm_segment table, kvshm_census_cell *places, uint64_t room, uint64_t *used,
                          uint32_t number, kvshm_census *census);
 
 /* How many blocks table `number` was the first to have, and how many no other table has. */
-void kvshm_census_of(const kvshm_place *places, uint64_t room, uint32_t number, uint64_t *distinct,
+void kvshm_census_of(const kvshm_census_cell *places, uint64_t room, uint32_t number, uint64_t *distinct,
                      uint64_t *last_copies);
 
 /* How many READY blocks of the table a replica lacks in the table's row, roughly while they change.

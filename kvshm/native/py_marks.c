@@ -6,7 +6,7 @@
 /* The mark of element `index` of a sequence of block ids, or of objects that have a block_id.  NULL
  * with an exception. */
 static mark *mark_at(const marks_view *marks, PyObject *sequence, Py_ssize_t index,
-                     kvshm_places *places)
+                     kvshm_slot_offsets *places)
 {
     PyObject *item = kvshm_item(sequence, index), *id = NULL;
     if (item) /* the most frequent type is compared first, because PyLong_Check is a call */
@@ -39,7 +39,7 @@ static bool change(mark *one, uint32_t keep)
 
 /* Change the marks of all blocks of a sequence; `shown` gets the blocks that were published.  False
  * with an exception. */
-static bool change_all(const marks_view *marks, PyObject *blocks, kvshm_places *places,
+static bool change_all(const marks_view *marks, PyObject *blocks, kvshm_slot_offsets *places,
                        uint32_t keep, kvshm_array *shown)
 {
     Py_ssize_t count = PySequence_Size(blocks);
@@ -87,7 +87,7 @@ static PyObject *native_marks_sound(PyObject *module, PyObject *args)
     MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
-    kvshm_places *places = &kvshm_state_of(module)->blocks;
+    kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
     if (!PyArg_ParseTuple(args, "O&On:marks_sound", kvshm_to_marks, &marks, &table, &stop))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
@@ -106,7 +106,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *table;
     Py_ssize_t first, last, complete;
-    kvshm_places *places = &kvshm_state_of(module)->blocks;
+    kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
     if (!PyArg_ParseTuple(args, "O&Onnn:marks_write", kvshm_to_marks, &marks, &table, &first,
                           &last, &complete))
         return NULL;

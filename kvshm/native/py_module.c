@@ -20,13 +20,13 @@ static const char *const request_names[KVSHM_NUM_REQUEST_NAMES] = {
     [KVSHM_PLACEHOLDERS] = "num_output_placeholders",
 };
 
-static const kvshm_places unknown_blocks = {
+static const kvshm_slot_offsets unknown_blocks = {
     .names = {{"block_id", "block_id"},
               {"block_hash", "_block_hash"},
               {"ref_cnt", "ref_cnt"},
               {"next_free_block", "next_free_block"}}};
 
-static const kvshm_places unknown_tracked = {.names = {{"request", "request"},
+static const kvshm_slot_offsets unknown_tracked = {.names = {{"request", "request"},
                                                        {"complete", "complete"},
                                                        {"epochs", "epochs"},
                                                        {"preemptions", "preemptions"}}};

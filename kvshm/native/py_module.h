@@ -120,7 +120,7 @@ PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offse
             PyEval_RestoreThread(saved);                                               \
     } while (0)
 
-/* -- attributes of objects of one class (py_places.c) ------------------------------------- */
+/* -- attributes of objects of one class (py_slot_offsets.c) ------------------------------------- */
 
 enum { KVSHM_MAX_PLACES = 4 };
 
@@ -133,7 +133,7 @@ typedef struct {
     PyTypeObject *type;           /* the class whose places are known; NULL: none */
     PyTypeObject *tried;          /* the class that was examined last; a reference is held */
     size_t at[KVSHM_MAX_PLACES];  /* in words */
-} kvshm_places;
+} kvshm_slot_offsets;
 
 enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT, KVSHM_NEXT_FREE };
 enum kvshm_of_tracked { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_EPOCHS, KVSHM_PREEMPTIONS };
@@ -149,20 +149,20 @@ enum kvshm_of_request {
 
 typedef struct {
     PyObject *corrupt_segment; /* the exception */
-    kvshm_places blocks, tracked;
+    kvshm_slot_offsets blocks, tracked;
     PyObject *request_names[KVSHM_NUM_REQUEST_NAMES];
 } kvshm_state;
 
 static inline kvshm_state *kvshm_state_of(PyObject *module) { return PyModule_GetState(module); }
 
 /* May run Python code. */
-void kvshm_find_places(kvshm_places *places, PyTypeObject *type);
+void kvshm_find_slot_offsets(kvshm_slot_offsets *places, PyTypeObject *type);
 
 /* An attribute, as a new reference; NULL with an exception. */
-static inline PyObject *kvshm_get(kvshm_places *places, PyObject *object, int which)
+static inline PyObject *kvshm_get(kvshm_slot_offsets *places, PyObject *object, int which)
 {
     if (Py_TYPE(object) != places->tried)
-        kvshm_find_places(places, Py_TYPE(object));
+        kvshm_find_slot_offsets(places, Py_TYPE(object));
     PyObject *kept =
         Py_TYPE(object) == places->type ? ((PyObject **)object)[places->at[which]] : NULL;
     return kept ? Py_NewRef(kept) : PyObject_GetAttrString(object, places->names[which].asked_for);

@@ -11,7 +11,7 @@ enum { AT_LEAST = 64 }; /* blocks looked at together, once a kept one was found 
 typedef struct {
     PyObject *module;
     const Py_buffer *table;
-    kvshm_places *places;
+    kvshm_slot_offsets *places;
     PyObject *at;            /* the block before the next one, a reference is held */
     unsigned long long wanted, most; /* others; blocks that may still be walked */
     unsigned int now;

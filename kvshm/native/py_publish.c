@@ -8,7 +8,7 @@
 enum { GROUP_ID_BYTES = sizeof(uint32_t) };
 
 typedef struct {
-    kvshm_places *places;
+    kvshm_slot_offsets *places;
     PyObject *pool;
     const marks_view *marks;
     PyObject *room; /* of the records */

@@ -238,7 +238,7 @@ static PyObject *native_census_add(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*w*KI:census_add", &table, &places, &used, &number))
         return NULL;
     kvshm_census census = {0};
-    uint64_t room = (uint64_t)places.len / sizeof(kvshm_place), sum = used;
+    uint64_t room = (uint64_t)places.len / sizeof(kvshm_census_cell), sum = used;
     int64_t status;
     WITHOUT_GIL(SIZE_MAX, status = kvshm_census_add(segment_of(&table), places.buf, room, &sum,
                                                     number, &census));
@@ -253,7 +253,7 @@ static PyObject *native_census_of(PyObject *module, PyObject *args)
     unsigned int number;
     if (!PyArg_ParseTuple(args, "y*I:census_of", &places, &number))
         return NULL;
-    uint64_t room = (uint64_t)places.len / sizeof(kvshm_place), distinct, last_copies;
+    uint64_t room = (uint64_t)places.len / sizeof(kvshm_census_cell), distinct, last_copies;
     WITHOUT_GIL(SIZE_MAX, kvshm_census_of(places.buf, room, number, &distinct, &last_copies));
     return Py_BuildValue("(KK)", distinct, last_copies);
 }

@@ -18,7 +18,7 @@ import msgspec
 from gpu_peer import GpuPeer, PeerError
 
 from kvshm import errors
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 
 PROGRAM = str(Path(__file__).with_name("cuda_rank.py"))

@@ -14,7 +14,7 @@ from gpu_memory import held
 from gpu_node import own_socket
 from gpu_peer import answer_calls
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.interfaces import Copy, MemoryDescriptor, Region
 from kvshm.transport.cuda.attachment import CudaAttachment
 from kvshm.transport.cuda.driver import write

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import xxhash
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm.errors import KvshmError, StaleAttachment, TransportError
 from kvshm.interfaces import Copy, CopyState, Region, load_transport
 

@@ -25,10 +25,10 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
+from kvshm._base.ids import BlockHash, Epoch
+from kvshm._base.rundir import open_run_directory
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockHash, Epoch
-from kvshm._ground.rundir import open_run_directory
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.layout import TABLE_HEADER_BYTES
 from kvshm.config import Config

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.rundir import command_endpoint
+from kvshm._base.rundir import command_endpoint
 from kvshm._node.protocol import Heartbeat, encode
 
 from .processes import Managed, Node, Processes

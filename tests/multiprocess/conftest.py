@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm._ground import timing
+from kvshm._base import timing
 
 from .joined import Toys, served
 from .processes import Node, fresh_node

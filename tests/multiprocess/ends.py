@@ -35,7 +35,7 @@ from typing import Any
 
 import zmq
 
-from kvshm._ground.rundir import command_endpoint, event_endpoint
+from kvshm._base.rundir import command_endpoint, event_endpoint
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,

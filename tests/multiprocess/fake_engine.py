@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._base.rundir import engine_socket
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.handout import Handouts, HandoutServer, serve_epoch
 from kvshm._node.protocol import (

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from kvshm import _native
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import engine_socket
 from kvshm._node.handout import HandoutServer
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import BlockRecord, RecordKind, pack_records

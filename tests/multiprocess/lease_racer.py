@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from kvshm._ground.ids import BlockHash, BlockId, Generation, LeaseBit, Rank
+from kvshm._base.ids import BlockHash, BlockId, Generation, LeaseBit, Rank
 from kvshm._shm.counters import DRAINED
 from kvshm._shm.layout import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable

@@ -23,8 +23,8 @@ from copy import copy
 from pathlib import Path
 from typing import IO
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import list_sockets
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import list_sockets
 from kvshm._node.handout import Handouts
 
 from ..sessions import new_namespace

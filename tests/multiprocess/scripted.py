@@ -12,8 +12,8 @@ from typing import Any
 
 import zmq
 
-from kvshm._ground.rundir import command_endpoint, event_endpoint
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.rundir import command_endpoint, event_endpoint
+from kvshm._base.timing import TIMING, Timing
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import kvshm
 from kvshm import Config, Found, Identity, Load, LoadState, Region
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm._shm.layout import SlotState
 
 from .processes import PATIENCE_SECONDS, Node, wait_until

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.rundir import list_sockets
+from kvshm._base.rundir import list_sockets
 from kvshm._shm.fds import is_served
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import SegmentError

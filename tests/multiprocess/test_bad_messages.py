@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvshm._ground.ids import Epoch, Fingerprint
-from kvshm._ground.rundir import command_endpoint, engine_socket, event_endpoint
+from kvshm._base.ids import Epoch, Fingerprint
+from kvshm._base.rundir import command_endpoint, engine_socket, event_endpoint
 from kvshm._node.handout import serve_epoch
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.rundir import (
+from kvshm._base.rundir import (
     command_endpoint,
     event_endpoint,
     lock_path,
@@ -205,7 +205,7 @@ def test_a_run_directory_that_vanishes_ends_it_with_a_sentence(node: Node) -> No
 LOOKS_OFTEN = """
 import sys
 from dataclasses import replace
-from kvshm._ground import timing
+from kvshm._base import timing
 timing.TIMING = replace(timing.TIMING, leftovers_seconds=3.0)
 from kvshm.coordinator.__main__ import main
 sys.exit(main())

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from kvshm._ground.ids import Rank
-from kvshm._ground.rundir import rank_socket, tables_socket
+from kvshm._base.ids import Rank
+from kvshm._base.rundir import rank_socket, tables_socket
 from kvshm._shm.counters import SWEPT
 from kvshm._shm.slot_table import SlotTableView
 

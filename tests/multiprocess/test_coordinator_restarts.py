@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvshm._ground.ids import Rank
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.ids import Rank
+from kvshm._base.rundir import engine_socket
 
 from .engines import FakeEngine
 from .processes import Node, wait_until

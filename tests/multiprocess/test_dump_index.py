@@ -26,7 +26,7 @@ from pathlib import Path
 from kvshm._node.handout import Handouts, serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import BlockRecord, pack_records
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.rundir import engine_socket
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
 run_dir, namespace, name, epoch, bit = Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:])

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 import zmq
 
-from kvshm._ground.ids import Rank
-from kvshm._ground.rundir import event_endpoint, list_sockets
+from kvshm._base.ids import Rank
+from kvshm._base.rundir import event_endpoint, list_sockets
 from kvshm._node.protocol import EngineEvents, open_broadcast
 from kvshm._shm.fds import is_served
 

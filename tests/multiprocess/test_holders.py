@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 

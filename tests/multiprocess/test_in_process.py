@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.rundir import command_endpoint
-from kvshm._ground.timing import TIMING
+from kvshm._base.rundir import command_endpoint
+from kvshm._base.timing import TIMING
 from kvshm.config import Config
 from kvshm.coordinator import in_process, sockets
 from kvshm.coordinator.in_process import serve

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
-from kvshm._ground.syncpoints import VARIABLE
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
+from kvshm._base.syncpoints import VARIABLE
 from kvshm._node.handout import TableType
 from kvshm._shm.layout import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec

@@ -14,7 +14,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from kvshm._ground.rundir import command_endpoint, lock_path
+from kvshm._base.rundir import command_endpoint, lock_path
 from kvshm._node.leftovers import clear
 from kvshm._node.locks import cleanup_lock, take_lock
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvshm import Found, Identity, Load, LoadState, MisuseError
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import list_sockets
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import list_sockets
 from kvshm._rank.rank_half import RankHalf
 
 from .joined import Toy, Toys, ended

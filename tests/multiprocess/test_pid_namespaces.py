@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.ids import Rank
+from kvshm._base.ids import Rank
 from kvshm._shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything

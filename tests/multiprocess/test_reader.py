@@ -13,7 +13,7 @@ import pytest
 
 from kvshm import Config, MisuseError, Reader
 from kvshm._api import reader as reader_module
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.rundir import engine_socket
 from kvshm._node.handout import Reply
 
 from .joined import TOKENS, Toys

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground.rundir import engine_socket, list_sockets
+from kvshm._base.rundir import engine_socket, list_sockets
 from kvshm.tools.node.whereabouts import pids_of
 
 from . import toys

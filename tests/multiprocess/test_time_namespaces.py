@@ -126,7 +126,7 @@ def test_a_command_that_does_not_know_its_own_clock_says_so(
 
 
 CREATES = """
-from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 table = OwnSlotTable.create(TableSpec("n", "e", 1, 16, 1, Fingerprint(bytes(32))), Epoch(1))
 print(table.progress()[0].clock_offset_ns)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.rundir import list_sockets
+from kvshm._base.rundir import list_sockets
 from tests import other_package
 
 from .processes import Managed, Node

@@ -22,13 +22,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvshm._base.fingerprint import TRANSPORT
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Rank, block_hash
+from kvshm._base.rundir import rank_socket
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.marks import Marks
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.fingerprint import TRANSPORT
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Rank, block_hash
-from kvshm._ground.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
 from kvshm._rank.rank_half import RankHalf

@@ -31,7 +31,7 @@ OF_THE_EXTRAS = (
 )
 """What kvshm[kv] and kvshm[ops] bring."""
 NODE = "takes its time, for the same modules as test_node.py"
-CALLS = "takes its time, for the same modules as test_calls_refused.py"
+CALLS = "takes its time, for the same modules as test_compat_refused.py"
 FOLDERS = {
     "tests/unit": {
         "test_architecture_docs.py": "looks at the sources",
@@ -72,9 +72,9 @@ FOLDERS = {
         "test_node_groups.py": NODE,
         "test_node_others.py": NODE,
         "test_node_asyncio.py": NODE,
-        "test_calls_retrieval.py": CALLS,
-        "test_calls_lookup_buffer.py": CALLS,
-        "test_calls_kv_pipe.py": CALLS,
+        "test_compat_retrieval.py": CALLS,
+        "test_compat_lookup_buffer.py": CALLS,
+        "test_compat_kv_pipe.py": CALLS,
         "test_versions.py": "builds wheels of the tree, and tests those",
         "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_churn.py": "takes most of a minute",

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 from kvshm.transport.cuda.export import DeviceMemory
 from kvshm.transport.cuda.transport import CudaIpcTransport

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from kvshm import _native
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
-from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.rundir import engine_socket, tables_socket
 from kvshm._node.handout import HandoutServer, Request
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import BlockRecord, pack_records

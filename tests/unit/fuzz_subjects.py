@@ -15,7 +15,7 @@ from typing import Any
 from replicas import wrong_in
 from served import AnyTable, Served, ServedNode, fetched
 
-from kvshm._ground.ids import (
+from kvshm._base.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,

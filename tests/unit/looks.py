@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import Epoch
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import Epoch
 from kvshm._shm import counters, histograms
 from kvshm._shm.histograms import NO_VALUES
 from kvshm._shm.progress import Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
 

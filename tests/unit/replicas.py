@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation
 from kvshm._replica.index import Replica
 from kvshm._replica.index_check import violations
 from kvshm._replica.index_reader import ReplicaReader

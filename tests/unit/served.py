@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvshm._ground.ids import Epoch, Fingerprint
-from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._base.ids import Epoch, Fingerprint
+from kvshm._base.rundir import engine_socket, tables_socket
 from kvshm._node.handout import Handouts, HandoutServer, Request, TableType, serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._replica.index_reader import ReplicaReader

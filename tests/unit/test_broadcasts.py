@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm._ground.timing import TIMING
+from kvshm._base.timing import TIMING
 from kvshm._node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,

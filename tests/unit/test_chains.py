@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm._ground.ids import BlockHash, Generation
+from kvshm._base.ids import BlockHash, Generation
 from kvshm._shm.layout import SlotState
 from kvshm._shm.slot_table import Slot
 from kvshm.tools.chains import find_chains, tag_of

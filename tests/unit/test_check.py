@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import (
     COUNT_OFFSET,

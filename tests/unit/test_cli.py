@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.ids import BlockHash, BlockId, Generation, LeaseBit
+from kvshm._base.ids import BlockHash, BlockId, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools import cli, dump_index
 from kvshm.tools.report import Filters, Json

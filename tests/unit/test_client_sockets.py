@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.timing import TIMING, Timing
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.coordinator_session import CoordinatorSession
 from kvshm._node.event_order import MAX_KEPT_BYTES

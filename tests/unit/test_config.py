@@ -7,7 +7,7 @@ from enum import Enum
 
 import pytest
 
-from kvshm._ground.roles import Role
+from kvshm._base.roles import Role
 from kvshm.config import (
     SETTINGS,
     SOCKET_NAME_BYTES,

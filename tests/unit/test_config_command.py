@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.setting_sources import ORDER
+from kvshm._base.setting_sources import ORDER
 from kvshm.config import SETTINGS
 from tests import other_package
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvshm._ground.extra_config import own_settings
-from kvshm._ground.setting_sources import merged
+from kvshm._base.extra_config import own_settings
+from kvshm._base.setting_sources import merged
 from kvshm.config import SETTINGS, Config, Setting, list_settings
 from kvshm.errors import ConfigError
 

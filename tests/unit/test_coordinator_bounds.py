@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm._ground.timing import TIMING
+from kvshm._base.timing import TIMING
 from kvshm._node.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
 from kvshm.coordinator.actions import (
     BadMessage,

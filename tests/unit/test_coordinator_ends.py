@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvshm._ground.timing import TIMING
+from kvshm._base.timing import TIMING
 from kvshm._node.protocol import (
     EngineGone,
     EngineInfo,

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvshm._ground.log_lines import LineFormatter
+from kvshm._base.log_format import LineFormatter
 from kvshm.coordinator.logfmt import MAX_WAITING_BYTES, _LineWriter
 
 LINE = "x" * 500

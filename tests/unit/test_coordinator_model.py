@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvshm._ground.timing import TIMING
+from kvshm._base.timing import TIMING
 from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Refused, Tick
 from kvshm._shm.layout import NUM_LEASE_BITS
 from kvshm.coordinator.actions import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvshm._ground.rundir import closed_socket
+from kvshm._base.rundir import closed_socket
 from kvshm._node.protocol import MAX_RECEIVED_BYTES
 from kvshm.coordinator.sockets import MAX_SUBSCRIPTION_BYTES, Sockets
 from kvshm.errors import KvshmError, RunDirectoryError

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground.rundir import command_endpoint, event_endpoint
-from kvshm._ground.timing import TIMING, Timing
+from kvshm._base.rundir import command_endpoint, event_endpoint
+from kvshm._base.timing import TIMING, Timing
 from kvshm._node.handout import Request
 from kvshm._node.protocol import PROTOCOL_VERSION, Join
 from kvshm._shm.segment import TABLE_KIND

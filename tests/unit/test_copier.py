@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState, Region
 from kvshm.transport import copier as copier_module

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._shm import counters
 from kvshm._shm.counters import PUBLISHED, REGISTRY, Counter
 from kvshm._shm.layout import NUM_COUNTERS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 from kvshm.transport.cuda import checksum

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.transport.cuda.driver import Route

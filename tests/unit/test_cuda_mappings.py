@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm._shm.fd_server import FdServer
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvshm._ground.declined import (
+from kvshm._base.declined import (
     Declined,
     declined_now,
     forget_declined,
@@ -80,7 +80,7 @@ def test_long_texts_are_cut(run_dir: Path) -> None:
 
 DIES = r"""
 import os, signal, sys
-from kvshm._ground.declined import declined_now, record_declined
+from kvshm._base.declined import declined_now, record_declined
 record_declined(sys.argv[1], sys.argv[2], declined_now("e", "m", "why", on_purpose=True))
 if os.fork() == 0:  # a child must not keep the record alive
     os.write(1, b"child\n")  # at once, not in pieces between those of the other

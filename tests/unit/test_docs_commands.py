@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from kvshm._ground import syncpoints, timing
-from kvshm._ground.setting_sources import FILE_VARIABLE
+from kvshm._base import syncpoints, timing
+from kvshm._base.setting_sources import FILE_VARIABLE
 from kvshm.config import SETTINGS
 
 from .pages import PAGES, ROOT, every_page, options, spans

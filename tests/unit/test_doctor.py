@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.declined import declined_now, forget_declined, record_declined
-from kvshm._ground.ids import Epoch
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.declined import declined_now, forget_declined, record_declined
+from kvshm._base.ids import Epoch
 from kvshm._node.incompatible import REFUSED
 from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
 from kvshm._shm.traffic import Traffic

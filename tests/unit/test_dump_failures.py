@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._node.handout import FETCH_SECONDS
 from kvshm._shm.layout import VERSION_OFFSET
 from kvshm._shm.own_slot_table import TableSpec

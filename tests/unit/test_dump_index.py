@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.counters import (
     BYTES_COPIED,
     IMPORTED_TOKENS,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvshm import _native
+from kvshm._base.ids import Rank
+from kvshm._base.timing import TIMING
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import Rank
-from kvshm._ground.timing import TIMING
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo

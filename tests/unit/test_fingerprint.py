@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshm._ground.fingerprint import FIELDS, MODEL, WEIGHTS, differences, fingerprint
+from kvshm._base.fingerprint import FIELDS, MODEL, WEIGHTS, differences, fingerprint
 
 fields = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=5)
 SOME = {name: f"value of {name}" for name in FIELDS}
@@ -34,7 +34,7 @@ def test_the_border_between_name_and_value_counts() -> None:
 
 
 def test_another_process_computes_the_same() -> None:
-    code = f"from kvshm._ground.fingerprint import *; print(fingerprint({SOME!r}).hex())"
+    code = f"from kvshm._base.fingerprint import *; print(fingerprint({SOME!r}).hex())"
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.ids import Epoch, Fingerprint, LeaseBit
+from kvshm._base.ids import Epoch, Fingerprint, LeaseBit
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
 from kvshm._shm.own_slot_table import TableSpec

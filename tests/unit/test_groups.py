@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvshm import _native
+from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._base.timing import TIMING
 from kvshm._engine.marks import Marks, Run, blocks_of
-from kvshm._ground.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm._ground.timing import TIMING
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers
 from kvshm._replica.index import ApplyResult, Replica
 from kvshm._replica.index_layout import tag_in_group

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import Epoch, LeaseBit
-from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._base.ids import Epoch, LeaseBit
+from kvshm._base.rundir import engine_socket, tables_socket
 from kvshm._node.handout import (
     Handouts,
     HandoutServer,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from kvshm._base.ids import BlockId, Generation
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import BlockId, Generation
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.config import Config

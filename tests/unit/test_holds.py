@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import NO_LEASE_BIT, BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.ids import NO_LEASE_BIT, BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import (
     MAX_HOLD_SECONDS,
     SLOT_BYTES,

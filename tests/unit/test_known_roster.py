@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.roster_handler import RosterHandler
-from kvshm._ground.ids import Epoch, Fingerprint
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import EngineGone, EngineJoined, EngineSuspected, Joined
 from kvshm._node.updates import Update

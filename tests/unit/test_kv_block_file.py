@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from kvshm._ground.fingerprint import fingerprint
+from kvshm._base.fingerprint import fingerprint
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 from kvshm.tools import cli

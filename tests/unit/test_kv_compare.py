@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from kvshm._ground.fingerprint import fingerprint
+from kvshm._base.fingerprint import fingerprint
 from kvshm.tools import cli
 from kvshm.tools.kv import block_file
 from kvshm.tools.kv.block_file import BlockKey, Description

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvshm._ground.ids import HASH_BYTES
+from kvshm._base.ids import HASH_BYTES
 from kvshm._replica.index_layout import ENTRY_STRUCT, ROW_STRUCT, Row
 from kvshm._shm import error_log, layout, progress, segment, slot_table, table_header, traffic
 from kvshm._shm.layout import BlockRecord

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.rundir import (
+from kvshm._base.rundir import (
     MAX_FOUND,
     command_endpoint,
     engine_socket,

@@ -10,6 +10,9 @@ from typing import cast
 
 import pytest
 
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Generation, Rank, block_hash
+from kvshm._base.roles import Decision
 from kvshm._engine.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups, Part
@@ -24,9 +27,6 @@ from kvshm._engine.load_plan import (
 )
 from kvshm._engine.load_planner import PLAN_SECONDS, LoadResult
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Generation, Rank, block_hash
-from kvshm._ground.roles import Decision
 from kvshm._node.peer import Peer, PlannedRun
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.counters import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.log import engine_name, logger
-from kvshm._ground.log_lines import MAX_MESSAGE
+from kvshm._base.log import engine_name, logger
+from kvshm._base.log_format import MAX_MESSAGE
 
 from .coordinators import engine
 
@@ -52,7 +52,7 @@ def test_every_logger_of_the_product_is_one_of_these() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "getLogger"
     }
-    ground = {"kvshm/_ground/log.py", "kvshm/_ground/log_output.py"}
+    ground = {"kvshm/_base/log.py", "kvshm/_base/log_output.py"}
     assert made == {*ground, "coordinator/logfmt.py"}
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.log_file import LogFile
-from kvshm._ground.log_lines import LineFormatter
+from kvshm._base.log_file import LogFile
+from kvshm._base.log_format import LineFormatter
 from kvshm.errors import ConfigError
 
 TEXT = LineFormatter("engine", as_json=False)
@@ -176,8 +176,8 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
 
 WRITER = """
 import logging, sys
-from kvshm._ground.log_file import LogFile
-from kvshm._ground.log_lines import LineFormatter
+from kvshm._base.log_file import LogFile
+from kvshm._base.log_format import LineFormatter
 file = LogFile(sys.argv[1], LineFormatter("engine", True), sys.exit, sys.exit)
 for number in range(500):
     file.handle(logging.makeLogRecord({"name": "x", "msg": sys.argv[2] * 900 + str(number)}))

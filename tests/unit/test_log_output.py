@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.log import LineLimit, logger
-from kvshm._ground.log_output import shown_on_stderr, start_log
+from kvshm._base.log import LineLimit, logger
+from kvshm._base.log_output import shown_on_stderr, start_log
 from kvshm.errors import ConfigError
 
 OURS, VLLM = logging.getLogger("vllm.kvshm"), logging.getLogger("vllm")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvshm._base.ids import BlockId, Epoch, Fingerprint
 from kvshm._engine.marks import Marks, blocks_of, touching
-from kvshm._ground.ids import BlockId, Epoch, Fingerprint
 from kvshm._shm.layout import SlotState, unpack_records
 from kvshm._shm.own_slot_table import TableSpec
 

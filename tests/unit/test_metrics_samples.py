@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvshm._ground.copy_path import PATHS, CopyPath
-from kvshm._ground.ids import Epoch
+from kvshm._base.copy_path import PATHS, CopyPath
+from kvshm._base.ids import Epoch
 from kvshm._node import incompatible
 from kvshm._node.protocol import PROTOCOL_VERSION, IncompatibleEngine
 from kvshm._shm import counters, histograms

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from kvshm._base.fingerprint import FIELDS, differences
+from kvshm._base.ids import Epoch, Fingerprint
+from kvshm._base.log import LINE_LIMIT
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
 from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
-from kvshm._ground.fingerprint import FIELDS, differences
-from kvshm._ground.ids import Epoch, Fingerprint
-from kvshm._ground.log import LINE_LIMIT
 from kvshm._node import incompatible
 from kvshm._node.incompatible import NO_BIT
 from kvshm._node.peer_list import PeerList

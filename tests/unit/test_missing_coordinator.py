@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvshm._base.rundir import command_endpoint, start_command
+from kvshm._base.timing import TIMING, Timing
 from kvshm._engine.roster_handler import RosterHandler
-from kvshm._ground.rundir import command_endpoint, start_command
-from kvshm._ground.timing import TIMING, Timing
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.coordinator_session import CoordinatorSession as Session
 from kvshm._node.protocol import EngineInfo, Join, Refused, decode_command, encode

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import BlockHash, BlockId, Generation
+from kvshm._base.ids import BlockHash, BlockId, Generation
 from kvshm._shm import layout as records
 from kvshm._shm.layout import (
     EPOCH_OFFSET,

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvshm import _native
-from kvshm._ground.ids import BlockHash, BlockId, Generation
+from kvshm._base.ids import BlockHash, BlockId, Generation
 from kvshm._shm.layout import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm._node.incompatible import NO_BIT
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.progress import Progress

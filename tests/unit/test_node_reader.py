@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm._ground.ids import BlockId, Epoch, Generation, LeaseBit
-from kvshm._ground.time_namespace import clock_offset_ns
+from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.time_namespace import clock_offset_ns
 from kvshm._shm.counters import HOOK_ERRORS
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.progress import COORDINATOR, SCHEDULER, OwnProgress

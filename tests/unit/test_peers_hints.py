@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvshm._ground.timing import TIMING
+from kvshm._base.timing import TIMING
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers, PeersStats
 from kvshm._node.protocol import EngineInfo
 from kvshm._replica.index import StaleRecords

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvshm._base.ids import BlockId, Generation, block_hash
 from kvshm._engine.groups import Group, Groups, Part
 from kvshm._engine.prefix_search import PrefixSearch
-from kvshm._ground.ids import BlockId, Generation, block_hash
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 

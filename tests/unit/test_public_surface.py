@@ -26,7 +26,7 @@ import pytest
 
 import kvshm
 from kvshm import api, halves, interfaces
-from kvshm.calls import kv_pipe, lookup_buffer, prefill, retrieval
+from kvshm.compat import kv_pipe, lookup_buffer, prefill, retrieval
 from kvshm.coordinator import in_process
 
 PUBLIC = (api, halves, interfaces, in_process, kv_pipe, lookup_buffer, prefill, retrieval)

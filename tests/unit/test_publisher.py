@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from kvshm._base.roles import Decision
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.marks import Marks
 from kvshm._engine.publisher import Publisher
-from kvshm._ground.roles import Decision
 from kvshm._node.peers import Peers
 from kvshm._shm.counters import DRAINED, FORCED
 from kvshm._shm.layout import RecordKind, SlotState, unpack_records

@@ -19,7 +19,7 @@ from multiprocessing.synchronize import Event
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm._shm.layout import PULSES_OFFSET, BlockRecord, pack_records
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.slot_table import SlotTableView

@@ -13,8 +13,8 @@ from itertools import count
 
 import pytest
 
+from kvshm._base.ids import BlockId, Epoch, LeaseBit, Rank
 from kvshm._engine.load_plan import NO_TICKET, LoadFailure, LoadOrder, LoadReport, Piece
-from kvshm._ground.ids import BlockId, Epoch, LeaseBit, Rank
 from kvshm._rank.attachments import FAILED_SECONDS, AttachmentCache
 from kvshm._rank.rank_half import RankHalf
 from kvshm._rank.rank_load import RankLoad

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvshm._base.ids import Rank
+from kvshm._base.syncpoints import SyncPoint
 from kvshm._engine.load_plan import LoadFailure
-from kvshm._ground.ids import Rank
-from kvshm._ground.syncpoints import SyncPoint
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.counters import LOADS_TOO_LATE
 from kvshm._shm.slot_table import PeerSlotTable

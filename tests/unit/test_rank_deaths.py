@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvshm._base.ids import Rank
+from kvshm._base.log import REPEAT_SECONDS, RateLimit
 from kvshm._engine.load_plan import LoadFailure, LoadReport
-from kvshm._ground.ids import Rank
-from kvshm._ground.log import REPEAT_SECONDS, RateLimit
 from kvshm._node.peer_list import PeerList, PeerListReader
 from kvshm._node.protocol import EngineInfo, RankInfo
 from kvshm._rank.attachments import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvshm._ground.ids import BlockId, Epoch, Generation, LeaseBit
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.rundir import engine_socket
 from kvshm._node.handout import Handouts
 from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.layout import BlockRecord, pack_records

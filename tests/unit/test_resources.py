@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from kvshm._ground.resources import start_thread
+from kvshm._base.resources import start_thread
 
 
 def blocked() -> set[int]:

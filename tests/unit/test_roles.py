@@ -71,7 +71,7 @@ GIVES = {
 
 
 HEAD = """
-from kvshm._ground.ids import Epoch, LeaseBit, Rank
+from kvshm._base.ids import Epoch, LeaseBit, Rank
 from kvshm._node.handout import Handouts
 from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec

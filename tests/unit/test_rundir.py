@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.rundir import (
+from kvshm._base.rundir import (
     MAX_FOUND,
     SOCKET_PATH_BYTES,
     choose_run_directory,

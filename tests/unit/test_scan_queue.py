@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvshm._base.timing import TIMING
 from kvshm._engine.roster_handler import RosterHandler
-from kvshm._ground.timing import TIMING
 from kvshm._node.coordinator_session import CoordinatorSession
 from kvshm._node.event_order import EventOrder, Verdict
 from kvshm._node.peers import Peers

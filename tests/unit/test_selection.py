@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.options import select

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground import syncpoints, timing
-from kvshm._ground.fingerprint import FIELDS
-from kvshm._ground.setting_sources import FILE_VARIABLE
+from kvshm._base import syncpoints, timing
+from kvshm._base.fingerprint import FIELDS
+from kvshm._base.setting_sources import FILE_VARIABLE
 from kvshm.config import SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"

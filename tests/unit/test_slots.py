@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import (
+from kvshm._base.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm._shm.layout import (
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,

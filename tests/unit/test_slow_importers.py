@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvshm._base.roles import Decision
 from kvshm._engine import publisher as module
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.publisher import DRAIN_POLL_SECONDS, Publisher
-from kvshm._ground.roles import Decision
 from kvshm._node.peers import Peers
 from kvshm._shm.counters import FORCED
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm import _native
-from kvshm._ground.copy_path import PATHS, CopyPath, slowest
-from kvshm._ground.ids import Epoch, Fingerprint, Rank
+from kvshm._base.copy_path import PATHS, CopyPath, slowest
+from kvshm._base.ids import Epoch, Fingerprint, Rank
 from kvshm._shm import histograms
 from kvshm._shm.histograms import HOOKS, NO_VALUES, REGISTRY, Distribution, Histogram
 from kvshm._shm.layout import (

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import BlockId, Epoch, Fingerprint, LeaseBit
-from kvshm._ground.syncpoints import VARIABLE, SyncPoint, parse_trigger, sync_point
+from kvshm._base.ids import BlockId, Epoch, Fingerprint, LeaseBit
+from kvshm._base.syncpoints import VARIABLE, SyncPoint, parse_trigger, sync_point
 from kvshm._shm.layout import SlotState, unpack_records
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.slot_table import Slot
@@ -30,8 +30,8 @@ Config.from_env(os.environ)
 from kvshm._shm.layout import *
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.slot_table import PeerSlotTable, SlotTableView
-from kvshm._ground.syncpoints import SyncPoint, sync_point
-from kvshm._ground.ids import BlockHash
+from kvshm._base.syncpoints import SyncPoint, sync_point
+from kvshm._base.ids import BlockHash
 class Owner(OwnSlotTable):
     from_fd = SlotTableView.__dict__["from_fd"]  # one process plays the owner of another's table
 peer = PeerSlotTable.from_fd("table", os.dup(int(sys.argv[1])))

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from kvshm import _native
-from kvshm._ground.ids import LeaseBit, Rank
-from kvshm._ground.rundir import engine_socket
+from kvshm._base.ids import LeaseBit, Rank
+from kvshm._base.rundir import engine_socket
 from kvshm._node.handout import FETCH_SECONDS, Handouts, Reply
 from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
 from kvshm._shm.fd_server import FdServer

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm._ground.ids import (
+from kvshm._base.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,

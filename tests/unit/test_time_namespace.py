@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._ground.time_namespace import clock_offset_ns, on_own_clock
+from kvshm._base.time_namespace import clock_offset_ns, on_own_clock
 
 SECOND = 1_000_000_000
 
@@ -57,7 +57,7 @@ def test_where_it_is_not_told(tmp_path: Path) -> None:
 def test_this_process_is_told() -> None:
     offset = clock_offset_ns()
     assert offset is not None
-    program = "from kvshm._ground.time_namespace import clock_offset_ns as f; print(f())"
+    program = "from kvshm._base.time_namespace import clock_offset_ns as f; print(f())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == str(offset)
     assert time.monotonic_ns() - offset > 0

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from kvshm._ground.timing import Timing, timing_in
+from kvshm._base.timing import Timing, timing_in
 from kvshm.errors import ConfigError
 from kvshm.transport import posix_shm
 from kvshm.transport.cuda import vmm
@@ -49,7 +49,7 @@ def test_no_load_is_planned_while_an_attach_waits_for_its_peer(transport: Module
 
 
 def test_the_environment_of_a_process_scales_its_times() -> None:
-    program = "from kvshm._ground.timing import TIMING; print(TIMING.suspect_seconds)"
+    program = "from kvshm._base.timing import TIMING; print(TIMING.suspect_seconds)"
     for scale, seconds in ((None, 3.0), ("", 3.0), ("0.5", 1.5)):
         environ = {} if scale is None else {"KVSHM_TEST_TIME_SCALE": scale}
         command = [sys.executable, "-c", program]

@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvshm._ground.copy_path import CopyPath
+from kvshm._base.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm.tools import cli
 from kvshm.tools.node.reading import EngineReading

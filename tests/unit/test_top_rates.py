@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvshm._ground.copy_path import CopyPath
+from kvshm._base.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import NO_VALUES
 from kvshm.tools.node.reading import NodeReading, PeerReading

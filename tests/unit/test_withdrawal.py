@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm._rank.rank_half import RankHalf
 from kvshm.errors import MemoryInUse, StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, Region

@@ -21,8 +21,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LoadId
 from kvshm._engine.load_plan import LoadOrder, Piece
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LoadId
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.config import Config

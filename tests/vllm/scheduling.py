@@ -36,9 +36,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvshm._base.ids import Epoch
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import Plan
-from kvshm._ground.ids import Epoch
 from kvshm._node.peer import PlannedRun
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.layout import SlotState

@@ -12,9 +12,9 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm._base.ids import Epoch, LeaseBit, block_hash
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import LoadOrder, LoadReport
-from kvshm._ground.ids import Epoch, LeaseBit, block_hash
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.interfaces import Region

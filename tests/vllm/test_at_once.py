@@ -22,9 +22,9 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm._base.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece, Plan
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm._shm.layout import RECORD_BYTES, SlotState

@@ -20,9 +20,9 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm._base.ids import NO_LEASE_BIT, Epoch
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch
 from kvshm._shm.layout import SlotState
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.hooks.vllm.messages import RankReport

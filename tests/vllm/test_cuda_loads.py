@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("vllm")
 
 
+from kvshm._base.ids import BlockId
 from kvshm._engine.load_plan import LoadOrder, Piece
-from kvshm._ground.ids import BlockId
 from kvshm._rank import rank_half
 from kvshm.hooks.vllm.messages import StepMetadata
 from kvshm.transport.cuda.copy_stream import CopyStream, CudaCopy

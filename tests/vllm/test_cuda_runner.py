@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm import _native
-from kvshm._ground.syncpoints import SyncPoint
+from kvshm._base.syncpoints import SyncPoint
 from kvshm._rank import attachments, rank_load
 from kvshm._shm.layout import NUM_TICKETS
 from kvshm._shm.own_slot_table import _ticket

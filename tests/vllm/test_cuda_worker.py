@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 
+from kvshm._base.ids import BlockId
 from kvshm._engine.load_plan import NO_TICKET, LoadFailure, LoadOrder, Piece
-from kvshm._ground.ids import BlockId
 from kvshm.config import Config
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm.messages import StepMetadata

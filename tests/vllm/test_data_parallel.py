@@ -11,8 +11,8 @@ from completions import Result, stream
 from local_node import Engine, EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import list_sockets
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import list_sockets
 from kvshm._node.handout import Handouts
 
 from .engines import PATIENCE_S, SharedNode

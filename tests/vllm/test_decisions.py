@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvshm._base.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import (
     NO_TICKET,
@@ -23,7 +24,6 @@ from kvshm._engine.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm import counters as c
 from kvshm._shm.layout import RECORD_BYTES

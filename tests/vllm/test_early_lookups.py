@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm._ground.rundir import tables_socket
+from kvshm._base.rundir import tables_socket
 from kvshm._node.protocol import Joined
 
 from ..waiting import until

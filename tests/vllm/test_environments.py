@@ -35,7 +35,7 @@ from sharing_node import BLOCK_SIZE
 from vllm import plugins
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshm._ground.rundir import SOCKET_PATH_BYTES, list_sockets
+from kvshm._base.rundir import SOCKET_PATH_BYTES, list_sockets
 from kvshm.hooks.vllm.connector import KvshmConnector
 
 from ..unit.few_descriptors import descriptors

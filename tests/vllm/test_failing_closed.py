@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import FinishReason
 
+from kvshm._base.declined import list_declined
 from kvshm._engine.load_plan import LoadReport
-from kvshm._ground.declined import list_declined
 from kvshm._shm.counters import HOOK_ERRORS
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse

@@ -13,7 +13,7 @@ import pytest
 from local_node import Engine, wait_until
 from sharing_node import observe
 
-from kvshm._ground.syncpoints import VARIABLE
+from kvshm._base.syncpoints import VARIABLE
 
 from .engines import PATIENCE_S, SharedNode
 from .families import SEVERAL_GROUPS

@@ -12,9 +12,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from kvshm._base.ids import Epoch, Rank
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import LoadReport
-from kvshm._ground.ids import Epoch, Rank
 from kvshm._shm.counters import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
 from kvshm._shm.layout import block_ids
 from kvshm.hooks.vllm.messages import QuietReport

@@ -22,8 +22,8 @@ from vllm.config.kernel import KernelConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 
-from kvshm._ground import fingerprint as names
-from kvshm._ground.fingerprint import FIELDS, differences, fingerprint
+from kvshm._base import fingerprint as names
+from kvshm._base.fingerprint import FIELDS, differences, fingerprint
 from kvshm.hooks.vllm.call_stack import callers_with
 from kvshm.hooks.vllm.identity import fields as fields_module
 from kvshm.hooks.vllm.identity import weights

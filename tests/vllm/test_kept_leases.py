@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm._ground.ids import Rank
+from kvshm._base.ids import Rank
 from kvshm._shm.counters import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm._shm.layout import unpack_records
 from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 

@@ -25,9 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from kvshm._base.copy_path import CopyPath
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.load_planner import LoadResult
-from kvshm._ground.copy_path import CopyPath
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.imports.prompt_tokens import Sources
 from kvshm.hooks.vllm.messages import RankReport

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 pytest.importorskip("vllm")
 
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Generation, LeaseBit, Rank, block_hash
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.groups import Group
 from kvshm._engine.prefix_search import PrefixSearch
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Generation, LeaseBit, Rank, block_hash
 from kvshm._node.peer import PlannedRun
 from kvshm._node.peers import Peers
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.hooks.vllm.exports.block_tracker import BlockTracker
 from kvshm.hooks.vllm.imports.request_import import LoadedBlocks
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep

@@ -17,8 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm._base.ids import NO_LEASE_BIT, Epoch
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece
-from kvshm._ground.ids import NO_LEASE_BIT, Epoch
 from kvshm._shm.counters import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,

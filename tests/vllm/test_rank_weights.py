@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 
 import torch
 
-from kvshm._ground.ids import Rank
-from kvshm._ground.syncpoints import SyncPoint
+from kvshm._base.ids import Rank
+from kvshm._base.syncpoints import SyncPoint
 from kvshm._rank import rank_load
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.counters import WEIGHTS_WRITTEN

@@ -14,8 +14,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvshm._base.ids import Epoch, LoadId
 from kvshm._engine.load_plan import LoadOrder, LoadReport
-from kvshm._ground.ids import Epoch, LoadId
 from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights

@@ -24,7 +24,7 @@ from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshm._ground.roles import Decision, Limit
+from kvshm._base.roles import Decision, Limit
 from kvshm.config import Config
 from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector

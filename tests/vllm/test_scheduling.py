@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvshm._base.ids import BlockId, LeaseBit
 from kvshm._engine.load_plan import LoadReport
-from kvshm._ground.ids import BlockId, LeaseBit
 from kvshm._shm.layout import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.slot_table import PeerSlotTable

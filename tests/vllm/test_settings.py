@@ -22,9 +22,9 @@ pytest.importorskip("vllm")
 from local_node import wait_until
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
+from kvshm._base.log_output import start_log
 from kvshm._engine import minute_report
 from kvshm._engine.load_plan import LoadFailure, LoadReport, PieceFailure
-from kvshm._ground.log_output import start_log
 from kvshm._node.peers import QUARANTINE_FAILURES
 from kvshm.coordinator.in_process import serve
 from kvshm.hooks.vllm import plugin

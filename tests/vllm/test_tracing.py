@@ -31,9 +31,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import Epoch
 from kvshm._engine.load_plan import CopyTimes, LoadFailure, LoadReport, PieceFailure
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import Epoch
 from kvshm.hooks.vllm.imports.request_span import SPAN_HEADER, announce_request_spans, given_id
 from kvshm.hooks.vllm.imports.tracing import find_tracer, parent_of
 from kvshm.interfaces import Region

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 
 from torch.nn import Module
 
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import MemoryInUse, TransportError

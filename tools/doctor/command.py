@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvshm._ground.rundir import choose_run_directory
+from kvshm._base.rundir import choose_run_directory
 from kvshm.config import Config
 
 from ..options import add_selection

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import permutations
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm._node.incompatible import differing_field
 
 from ..node.health import Limits, State, judge, judge_coordinator

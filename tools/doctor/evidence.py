@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm._ground.rundir import open_run_directory
+from kvshm._base.rundir import open_run_directory
 from kvshm.errors import KvshmError, RunDirectoryError
 
 from ..node.reader import NodeReader

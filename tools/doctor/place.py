@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 
-from kvshm._ground.rundir import (
+from kvshm._base.rundir import (
     choose_run_directory,
     list_coordinators,
     list_sockets,

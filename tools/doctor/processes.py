@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm._ground import setting_sources
+from kvshm._base import setting_sources
 from kvshm.errors import ConfigError
 
 PREFIX = "KVSHM_"

@@ -24,8 +24,8 @@ from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvshm._ground.fingerprint import fingerprint
-from kvshm._ground.ids import HASH_BYTES
+from kvshm._base.fingerprint import fingerprint
+from kvshm._base.ids import HASH_BYTES
 from kvshm._shm.layout import MAX_BLOCKS, MAX_RANKS
 from kvshm.errors import KvshmError
 from kvshm.interfaces import MAX_REGIONS, Region

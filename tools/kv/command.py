@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvshm._ground.log_output import shown_on_stderr
-from kvshm._ground.rundir import open_run_directory
+from kvshm._base.log_output import shown_on_stderr
+from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.fingerprint import differences
+from kvshm._base.fingerprint import differences
 
 from .block_file import BlockFile, BlockFileError, Description
 from .errors_between import Distance

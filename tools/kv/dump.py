@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from kvshm._ground.ids import BlockId, Rank
-from kvshm._ground.log import engine_name
-from kvshm._ground.rundir import rank_socket
-from kvshm._ground.syncpoints import SyncPoint, sync_point
+from kvshm._base.ids import BlockId, Rank
+from kvshm._base.log import engine_name
+from kvshm._base.rundir import rank_socket
+from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._node.protocol import EngineInfo
 from kvshm._shm.available_memory import check_available
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records

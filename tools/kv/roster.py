@@ -15,9 +15,9 @@ from pathlib import Path
 
 import zmq
 
-from kvshm._ground.fingerprint import FIELDS
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import command_endpoint, engine_socket, start_command
+from kvshm._base.fingerprint import FIELDS
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import command_endpoint, engine_socket, start_command
 from kvshm._node.handout import HandoutServer, Request
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,

@@ -16,10 +16,10 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvshm._ground.fingerprint import KVSHM_ABI
-from kvshm._ground.ids import BlockHash, Generation
-from kvshm._ground.log import engine_name
-from kvshm._ground.roles import Limit
+from kvshm._base.fingerprint import KVSHM_ABI
+from kvshm._base.ids import BlockHash, Generation
+from kvshm._base.log import engine_name
+from kvshm._base.roles import Limit
 from kvshm._node.protocol import abi
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.config import Config

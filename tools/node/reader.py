@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvshm import _native
-from kvshm._ground.declined import Declined, list_declined
-from kvshm._ground.ids import Epoch
-from kvshm._ground.rundir import FoundFile, list_coordinators, list_sockets
-from kvshm._ground.time_namespace import clock_offset_ns
+from kvshm._base.declined import Declined, list_declined
+from kvshm._base.ids import Epoch
+from kvshm._base.rundir import FoundFile, list_coordinators, list_sockets
+from kvshm._base.time_namespace import clock_offset_ns
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served

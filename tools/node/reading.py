@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from kvshm._ground.declined import Declined
-from kvshm._ground.ids import Epoch
-from kvshm._ground.log import engine_name
-from kvshm._ground.time_namespace import on_own_clock
+from kvshm._base.declined import Declined
+from kvshm._base.ids import Epoch
+from kvshm._base.log import engine_name
+from kvshm._base.time_namespace import on_own_clock
 from kvshm._replica.index_layout import Row
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import Distribution
@@ -240,7 +240,7 @@ class ReadersClock:
     """CLOCK_MONOTONIC in seconds, read after the times that are judged: this process may be stopped
     between two of its reads."""
     offset_ns: int | None
-    """Of this process (kvshm/_ground/time_namespace.py); None: not known."""
+    """Of this process (kvshm/_base/time_namespace.py); None: not known."""
 
     def converted(self, time_ns: int, offset_ns: int | None) -> int | None:
         """A time of a process with this offset; None if it cannot be told.  A time that is yet to

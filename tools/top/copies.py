@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import Epoch
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import Epoch
 from kvshm._shm.traffic import Traffic
 
 from ..node.reading import EngineReading, NodeReading

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.text import Text
 
-from kvshm._ground.copy_path import slowest
+from kvshm._base.copy_path import slowest
 
 from . import wording
 from .copies import Copies

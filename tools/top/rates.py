@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm._shm.histograms import NO_VALUES, Distribution
 from kvshm._shm.traffic import Traffic
 

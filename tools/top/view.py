@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvshm._ground.copy_path import CopyPath
+from kvshm._base.copy_path import CopyPath
 from kvshm._shm.histograms import Distribution
 
 from ..node.health import Health, Limits, State, judge, judge_coordinator

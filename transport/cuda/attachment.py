@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import BlockId, Epoch
 from kvshm.errors import TransportError
 from kvshm.interfaces import MemoryDescriptor
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.interfaces import Region
 
 from ..regions import spans

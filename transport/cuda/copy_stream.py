@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvshm._ground.ids import BlockId
-from kvshm._ground.log import RateLimit, logger
+from kvshm._base.ids import BlockId
+from kvshm._base.log import RateLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 

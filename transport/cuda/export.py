@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm._shm.fds import close_all
 from kvshm.errors import TransportError
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 from kvshm._shm.fds import close_all, sibling_socket
 from kvshm.errors import TransportError
 

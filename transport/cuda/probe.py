@@ -8,8 +8,8 @@ import time
 from array import array
 from collections.abc import Sequence
 
-from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
+from kvshm._base.ids import BlockId
+from kvshm._base.log import logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from kvshm._ground.copy_path import CopyPath
-from kvshm._ground.ids import BlockId, Epoch
-from kvshm._ground.log import logger
+from kvshm._base.copy_path import CopyPath
+from kvshm._base.ids import BlockId, Epoch
+from kvshm._base.log import logger
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details

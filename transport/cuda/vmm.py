@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 from kvshm._shm.fd_server import FdServer
 from kvshm._shm.fds import close_all, fetch_keep_open
 from kvshm.errors import StaleAttachment, TransportError

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.halves import (
     Group,
     Groups,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 from kvshm.halves import KEPT, SchedulerHalf
 
 log = logger(__name__)

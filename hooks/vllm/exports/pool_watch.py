@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvshm._ground.ids import BlockId
-from kvshm._ground.roles import Limit
+from kvshm._base.ids import BlockId
+from kvshm._base.roles import Limit
 from kvshm.errors import KvshmError
 
 FOR_SHARING = ("reset_prefix_cache",)

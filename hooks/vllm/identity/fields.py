@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvshm._ground import fingerprint as names
+from kvshm._base import fingerprint as names
 from kvshm.halves import abi
 
 from ...cpu_kernels import cpu_kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, SchedulerHalf
 
 from ..messages import RankReport

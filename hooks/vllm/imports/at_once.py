@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
 
-from kvshm._ground.log import RateLimit, logger
+from kvshm._base.log import RateLimit, logger
 
 from .request_import import RequestImport
 

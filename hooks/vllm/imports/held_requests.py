@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.log import RateLimit, logger
+from kvshm._base.log import RateLimit, logger
 
 from ..ranks import Ranks
 from ..vllm_scheduler import VllmScheduler

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm.config import Config
 from kvshm.halves import (
     MISS_FAILED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.halves import Groups
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 
-from kvshm._ground.ids import Epoch
+from kvshm._base.ids import Epoch
 from kvshm.halves import LoadFailure, LoadReport
 
 LATE_SECONDS = 10.0

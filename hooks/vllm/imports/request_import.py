@@ -19,7 +19,7 @@ from enum import Enum, IntEnum
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
-from kvshm._ground.ids import BlockId
+from kvshm._base.ids import BlockId
 from kvshm.halves import LoadOrder, LoadReport, Part, Plan
 
 Tables: TypeAlias = Sequence[Sequence[BlockId]]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kvshm._ground.log import logger
+from kvshm._base.log import logger
 
 log = logger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, MutableMapping, Sequence, Set
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from kvshm._ground.ids import BlockId, LoadId
+from kvshm._base.ids import BlockId, LoadId
 from kvshm.halves import LOADS_LOST, ONE_FULL_GROUP, LoadOrder, LoadReport, SchedulerHalf
 
 from .ready_peers import ReadyPeers

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvshm._ground.ids import Epoch
-from kvshm._ground.log import logger
+from kvshm._base.ids import Epoch
+from kvshm._base.log import logger
 from kvshm.halves import Plan, SchedulerHalf
 from kvshm.version import __version__
 

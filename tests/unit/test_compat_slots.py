@@ -1,4 +1,4 @@
-"""kvshm.calls._slots: which masks and slot mappings are right in whole blocks of four tokens."""
+"""kvshm.compat._slots: which masks and slot mappings are right in whole blocks of four tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvshm.calls._slots import (
+from kvshm.compat._slots import (
     MaskError,
     SlotMappingError,
     blocks_at,

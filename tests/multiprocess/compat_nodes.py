@@ -1,4 +1,4 @@
-"""A coordinator, an engine in this process and others in their own, for tests of kvshm.calls."""
+"""A coordinator, an engine in this process and others in their own, for tests of kvshm.compat."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from kvshm.config import Config
 
-from .calls_engine import CallsEngine
+from .compat_engine import CallsEngine
 from .processes import PATIENCE_SECONDS, Managed, Node, wait_until
 
-PROGRAM = str(Path(__file__).with_name("calls_engine.py"))
+PROGRAM = str(Path(__file__).with_name("compat_engine.py"))
 
 
 class Other:

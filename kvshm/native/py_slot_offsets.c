@@ -32,7 +32,7 @@ static size_t place_of(PyTypeObject *type, const kvshm_name *name, size_t words)
     return plain ? found : 0;
 }
 
-void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
+void kvshm_find_slot_offsets(kvshm_slot_offsets *places, PyTypeObject *type)
 {
     places->type = NULL;
     PyTypeObject *before = places->tried;
@@ -53,7 +53,7 @@ void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
 
 typedef struct {
     PyObject *const *names; /* of a request's attributes */
-    kvshm_places *places;
+    kvshm_slot_offsets *places;
     long long size, epochs, drafts;
 } walk;
 

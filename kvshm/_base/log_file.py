@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvshm.errors import ConfigError
 
-from .log_lines import LineFormatter
+from .log_format import LineFormatter
 
 MODE = 0o600
 # A FIFO that nobody reads, or a full one, must not hold the process up either.

@@ -1,4 +1,4 @@
-"""kvshm.calls.prefill between two processes: the hooks of a prefill, byte by byte, and a mesh."""
+"""kvshm.compat.prefill between two processes: the hooks of a prefill, byte by byte, and a mesh."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import kvshm
-from kvshm.calls.prefill import after_prefill, before_prefill, join_cache
+from kvshm.compat.prefill import after_prefill, before_prefill, join_cache
 from kvshm.errors import MisuseError
 
-from .calls_nodes import Calls, calls_on
+from .compat_nodes import Calls, calls_on
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 TOKENS = list(range(100, 119))

@@ -1,4 +1,4 @@
-"""kvshm.calls.kv_pipe between two processes: in order, each once, None, and who waits for whom."""
+"""kvshm.compat.kv_pipe between two processes: in order, each once, None, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvshm.calls import kv_pipe
-from kvshm.calls.kv_pipe import KVPipe, PipeTimeout
+from kvshm.compat import kv_pipe
+from kvshm.compat.kv_pipe import KVPipe, PipeTimeout
 from kvshm.errors import MisuseError
 
-from .calls_nodes import Calls, Other, calls_on
+from .compat_nodes import Calls, Other, calls_on
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 SLOTS, BYTES = 4, 256

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvshm
-from kvshm.calls.kv_pipe import KVPipe
-from kvshm.calls.lookup_buffer import LookupBuffer
-from kvshm.calls.retrieval import Retrieval
+from kvshm.compat.kv_pipe import KVPipe
+from kvshm.compat.lookup_buffer import LookupBuffer
+from kvshm.compat.retrieval import Retrieval
 from kvshm.config import Config
 
 BLOCK_SIZE = 4

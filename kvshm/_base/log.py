@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from .log_lines import PREFIX, PlainText
+from .log_format import PREFIX, PlainText
+from .log_lines import LogLine
 
 REPEAT_SECONDS = 60.0
 MAX_KINDS = 256
@@ -30,6 +31,10 @@ _PAST_LIMITS = "kvshm_past_limits"
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose lines begin with ``kvshm:`` and are printable, whatever they quote."""
+
+    def line(self, line: LogLine, *args: object, exc_info: Any = None) -> None:
+        """Log a line of a component's list; ``args`` fill its placeholders."""
+        self.log(line.level, line.text, *args, exc_info=exc_info)
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshm._ground import log_lines
-from kvshm._ground.log_lines import EVENT, FIELDS, MAX_VALUE, LineFormatter
+from kvshm._base import log_format
+from kvshm._base.log_format import EVENT, FIELDS, MAX_VALUE, LineFormatter
 
 
 @pytest.fixture(autouse=True)
 def own_epochs(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     epochs: dict[int, str] = {}
-    monkeypatch.setattr(log_lines, "OWN_EPOCHS", epochs)
+    monkeypatch.setattr(log_format, "OWN_EPOCHS", epochs)
     return epochs
 
 
@@ -69,16 +69,16 @@ def test_an_event_keeps_its_fields_apart_from_those_of_the_line() -> None:
 
 
 def test_the_engine_is_named_while_there_is_only_one(own_epochs: dict[int, str]) -> None:
-    log_lines.note_own_epoch(0x10DDD, "vllm-7")
-    log_lines.note_own_epoch(0x10DDD)  # a rank in the same process, which does not know the name
+    log_format.note_own_epoch(0x10DDD, "vllm-7")
+    log_format.note_own_epoch(0x10DDD)  # a rank in the same process, which does not know the name
     said = as_json(record("kvshm: hello"))
     assert (said["engine"], said["epoch"]) == ("vllm-7", "0000000000010ddd")
-    log_lines.note_own_epoch(2, "other")
+    log_format.note_own_epoch(2, "other")
     assert "epoch" not in as_json(record("kvshm: hello"))
-    log_lines.forget_own_epoch(0x10DDD)
+    log_format.forget_own_epoch(0x10DDD)
     assert as_json(record("kvshm: hello"))["engine"] == "other"
-    log_lines.forget_own_epoch(2)
-    log_lines.forget_own_epoch(2)
+    log_format.forget_own_epoch(2)
+    log_format.forget_own_epoch(2)
     assert "engine" not in as_json(record("kvshm: hello"))
 
 
@@ -121,7 +121,7 @@ def test_a_traceback_of_megabytes_keeps_its_begin_and_its_end(as_json: bool) -> 
     except ValueError:
         exc = sys.exc_info()
     line = LineFormatter("engine", as_json).format(record(exc=exc))
-    assert len(line) < 2 * log_lines.MAX_TRACEBACK
+    assert len(line) < 2 * log_format.MAX_TRACEBACK
     assert "Traceback (most recent call last)" in line
     assert "the end" in line
 

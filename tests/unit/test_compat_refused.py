@@ -1,4 +1,4 @@
-"""kvshm.calls: what cannot be meant is refused, by a typed error, before anything is done.  The
+"""kvshm.compat: what cannot be meant is refused, by a typed error, before anything is done.  The
 engine is one that shares nothing, which changes none of it."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 
 import kvshm
 from kvshm import Config, ConfigError, Group, Identity, MisuseError, Node, Region
-from kvshm.calls import _rows
-from kvshm.calls.kv_pipe import KVPipe, PipeTimeout
-from kvshm.calls.lookup_buffer import LookupBuffer
-from kvshm.calls.prefill import after_prefill, before_prefill, join_cache
-from kvshm.calls.retrieval import MaskError, Retrieval
+from kvshm.compat import _rows
+from kvshm.compat.kv_pipe import KVPipe, PipeTimeout
+from kvshm.compat.lookup_buffer import LookupBuffer
+from kvshm.compat.prefill import after_prefill, before_prefill, join_cache
+from kvshm.compat.retrieval import MaskError, Retrieval
 from kvshm.config import Share
 
 BLOCK = 64

@@ -14,7 +14,7 @@ from typing import Any
 
 from .log import OURS
 from .log_file import LogFile
-from .log_lines import PREFIX, LineFormatter
+from .log_format import PREFIX, LineFormatter
 
 
 def start_log(level: str, log_format: str = "text", log_file: str = "") -> None:

@@ -1,4 +1,4 @@
-"""kvshm.calls.lookup_buffer between two processes: what vLLM V0 asked its buffer, byte by byte."""
+"""kvshm.compat.lookup_buffer between two processes: what vLLM V0 asked its buffer, byte by byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvshm.calls.lookup_buffer import (
+from kvshm.compat.lookup_buffer import (
     NOTHING,
     LookupBuffer,
     MaskError,
@@ -19,8 +19,8 @@ from kvshm.calls.lookup_buffer import (
 )
 from kvshm.errors import MisuseError
 
-from .calls_engine import BLOCK_SIZE, NUM_BLOCKS, ROW_BYTES, slots_of
-from .calls_nodes import Calls, Other, calls_on
+from .compat_engine import BLOCK_SIZE, NUM_BLOCKS, ROW_BYTES, slots_of
+from .compat_nodes import Calls, Other, calls_on
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 TOKENS = list(range(100, 110))

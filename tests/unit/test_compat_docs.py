@@ -1,4 +1,4 @@
-"""docs/calls.md names every call of kvshm.calls and every error of its own."""
+"""docs/compat.md names every call of kvshm.compat and every error of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import ModuleType
 
 import pytest
 
-from kvshm.calls import kv_pipe, lookup_buffer, prefill, retrieval
+from kvshm.compat import kv_pipe, lookup_buffer, prefill, retrieval
 from kvshm.errors import KvshmError
 
 from .pages import ROOT
 
-TEXT = (ROOT / "docs/calls.md").read_text()
+TEXT = (ROOT / "docs/compat.md").read_text()
 
 
 @pytest.mark.parametrize("module", [retrieval, lookup_buffer, kv_pipe, prefill])

@@ -1,4 +1,4 @@
-"""kvshm.calls.retrieval between two processes: what LMCache's engine is asked, byte by byte."""
+"""kvshm.compat.retrieval between two processes: what LMCache's engine is asked, byte by byte."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvshm.api import Found
-from kvshm.calls.lookup_buffer import NOTHING
-from kvshm.calls.retrieval import CopyRefused, MaskError, Place, SlotMappingError
+from kvshm.compat.lookup_buffer import NOTHING
+from kvshm.compat.retrieval import CopyRefused, MaskError, Place, SlotMappingError
 from kvshm.errors import MisuseError
 
-from .calls_engine import BLOCK_SIZE, slots_of
-from .calls_nodes import Calls, calls_on
+from .compat_engine import BLOCK_SIZE, slots_of
+from .compat_nodes import Calls, calls_on
 from .processes import Node, wait_until
 
 TOKENS = list(range(100, 100 + 5 * BLOCK_SIZE))
@@ -149,7 +149,7 @@ REFUSED = {
     "in another request": ([*T, *T], slots_of([0, 7], 8), SlotMappingError),
     "not own": ([*T, *T], slots_of([0, 400], 8), MisuseError),
 }
-"""More of what is refused in tests/unit/test_calls_slots.py."""
+"""More of what is refused in tests/unit/test_compat_slots.py."""
 
 
 def test_what_cannot_be_right_is_refused_and_changes_nothing(calls: Calls) -> None:

@@ -1,1 +1,0 @@
-"""Calls that earlier systems offered their engines, above kvshm.api: docs/calls.md."""
