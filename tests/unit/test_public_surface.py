@@ -182,15 +182,21 @@ DOCUMENTED = {
 }
 
 
-@pytest.mark.parametrize("thing", DOCUMENTED.values(), ids=DOCUMENTED)
-def test_everything_public_says_what_it_does(thing: Any) -> None:
-    assert inspect.getdoc(thing)
+def without_docstring(name: str, thing: Any) -> Iterator[str]:
+    if not inspect.getdoc(thing):
+        yield name
     if not inspect.isclass(thing) or issubclass(thing, enum.Enum):
         return
-    for name in members(thing):
-        member = inspect.getattr_static(thing, name, None)
-        if isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(member):
-            assert name in PROTOCOLS or inspect.getdoc(member), f"{name} has no docstring"
+    for each in members(thing) - PROTOCOLS:
+        member = inspect.getattr_static(thing, each, None)
+        callable_ = isinstance(member, property | classmethod | staticmethod)
+        if (callable_ or inspect.isfunction(member)) and not inspect.getdoc(member):
+            yield f"{name}.{each}"
+
+
+def test_everything_public_says_what_it_does() -> None:
+    assert len(DOCUMENTED) > 50
+    assert [each for n, thing in DOCUMENTED.items() for each in without_docstring(n, thing)] == []
 
 
 if __name__ == "__main__":
