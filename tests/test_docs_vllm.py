@@ -78,4 +78,4 @@ def test_vllm_takes_the_multiconnector_that_a_page_shows() -> None:
 
 def test_compat_of_vllm_are_found() -> None:
     found = {page.name for page in PAGES if list(called(page, VLLM))}
-    assert {"README.md", "deployment.md", "operations.md"} <= found
+    assert {"README.md", "deployment.md", "configuration.md"} <= found
