@@ -19,7 +19,7 @@ from kvshm.errors import ConfigError, KvshmError, MisuseError, TransportError
 from kvshm.interfaces import Region
 from kvshm.version import __version__
 
-API_VERSION = (1, 3)
+API_VERSION = (2, 0)
 """Major and minor version of the surface.  A new name or parameter raises the minor version; what
 breaks callers raises the major one."""
 
