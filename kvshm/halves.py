@@ -25,7 +25,7 @@ from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups, Part
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport, Plan
 from kvshm._engine.load_planner import LoadPlanner, LoadResult
-from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
+from kvshm._engine.marks import Marks, Run, blocks_of, touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._node.leftovers import clear
@@ -95,9 +95,6 @@ __all__ = [
     "abi",
     "blocks_of",
     "clear",
-    "end_of",
-    "make_run",
     "open_rank",
-    "owner_of",
     "touching",
 ]

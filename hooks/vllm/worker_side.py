@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from kvshm.halves import (
     RankInfo,
     open_rank,
 )
-from kvshm.interfaces import Transport, choose_transport
+from kvshm.interfaces import SupportsAdopt, Transport, choose_transport
 
 from ..log_lines import HookLine
 from ..weights import WeightsUnknown
@@ -166,9 +166,8 @@ class WorkerSide:
     def _memory(self, placement: Placement) -> Any:
         """Return the memory of the KV cache.  Raises TransportError if it cannot be shared."""
         if self.allocation is None:
-            return self._transport_type.adopt(
-                placement.address, placement.nbytes, placement.storage
-            )
+            owner = cast(SupportsAdopt, self._transport_type)
+            return owner.adopt(placement.address, placement.nbytes, placement.storage)
         return self.allocation.memory_of(placement)
 
     def handshake(self) -> RankDescription | None:

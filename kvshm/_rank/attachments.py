@@ -27,7 +27,7 @@ from kvshm._node.peer_list import PeerListReader
 from kvshm._node.protocol import EngineInfo
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
-from kvshm.interfaces import Attachment, MemoryDescriptor, Transport
+from kvshm.interfaces import Attachment, MemoryDescriptor, SupportsThreads, Transport
 
 from .optional_calls import call_optional
 
@@ -196,7 +196,7 @@ class AttachmentCache:
     def _attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
         """On a thread of its own."""
         peer, reason = None, ""
-        call_optional(self.transport, "enter_thread")
+        call_optional(self.transport, SupportsThreads.enter_thread)
         try:
             peer = self._open(epoch, memory)
         except Exception as exc:  # any: loads that wait for this peer must learn that it failed

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from kvshm._base.copy_path import CopyPath
 from kvshm._base.core_lines import CoreLine
@@ -39,7 +39,7 @@ from kvshm._shm.counters import (
 from kvshm._shm.layout import RECORD_BYTES, block_ids
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm.errors import KvshmError, StillAttaching
-from kvshm.interfaces import Copy, CopyState
+from kvshm.interfaces import Attachment, Copy, CopyState, SupportsAfter, SupportsWhenEnded
 
 from .attachments import AttachmentCache, PeerMemory
 from .optional_calls import call_optional
@@ -72,7 +72,7 @@ class RankLoad:
         until: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        launched: Any = None,
+        launched: object = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
         """``table``: the engine's own; None outside an epoch.  ``until``: when, by ``clock``, the
@@ -224,18 +224,23 @@ class RankLoad:
                 self._attachments.copying.add(self)
                 self._begun_at = self._clock()
             sync_point(SyncPoint.COPY_BEGINS)
-            part.copy = part.peer.memory.begin_copy(
-                block_ids(part.piece.records),
-                part.piece.targets,
-                None if self._until is None else self._in_time,
-                **({} if self._launched is None else {"after": self._launched}),
-            )
+            part.copy = self._begin_copy(part.peer.memory, part.piece)
             self._ask_for_end(part, part.copy)
         except Exception as exc:  # any: the piece is a miss
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
             self._log_problem(CoreLine.READ_FAILED, exc, of=part.piece.peer_epoch)
         return True
+
+    def _begin_copy(self, memory: Attachment, piece: Piece) -> Copy:
+        source, keep_going = (
+            block_ids(piece.records),
+            None if self._until is None else self._in_time,
+        )
+        if self._launched is None:
+            return memory.begin_copy(source, piece.targets, keep_going)
+        later = cast(SupportsAfter, memory)
+        return later.begin_copy(source, piece.targets, keep_going, after=self._launched)
 
     def _ask_for_end(self, part: _Part, copy: Copy) -> None:
         """Have the load's thread woken when the copy has ended, if the transport can tell."""
@@ -247,7 +252,7 @@ class RankLoad:
             wake()
 
         part.tells = True
-        if not call_optional(copy, "when_ended", ended).worked:
+        if not call_optional(copy, SupportsWhenEnded.when_ended, ended).worked:
             part.tells = False
 
     def _in_time(self) -> bool:
@@ -367,5 +372,5 @@ def _path(part: _Part) -> CopyPath | None:
     """The way that the bytes of a part took; None if they were not copied."""
     if part.copy is None or part.peer is None or part.copy.poll() is not CopyState.DONE:
         return None
-    path = getattr(part.peer.memory, "path", None)  # other packages' transports may lack it
+    path = getattr(part.peer.memory, "path", None)  # SupportsPath
     return path if isinstance(path, CopyPath) else CopyPath.OTHER

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy
 
@@ -26,7 +26,7 @@ from kvshm._shm.available_memory import check_available
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
-from kvshm.interfaces import CopyState, MemoryDescriptor, load_transport
+from kvshm.interfaces import CopyState, MemoryDescriptor, SupportsAllocate, load_transport
 
 from ..fetching import fetch_all
 from ..node.reader import NodeReader
@@ -176,10 +176,14 @@ class _RankReader:
         transport = load_transport(HOST_MEMORY)
         own, end = packed_regions([region.block_bytes for region in memory.regions], batch)
         self._regions, self._batch = own, batch
-        self._memory = transport.allocate(end)
+        self._memory = cast(SupportsAllocate, transport).allocate(end)
         self._bytes = numpy.frombuffer(self._memory.buffer, numpy.uint8)
         self._transport = transport(
-            memory=self._memory, regions=own, rank=memory.rank, socket_path=socket_path
+            memory=self._memory,
+            regions=own,
+            rank=memory.rank,
+            socket_path=socket_path,
+            fault=None,
         )
         self._attachment = self._transport.attach(memory)
 

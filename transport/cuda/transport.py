@@ -52,7 +52,7 @@ class CudaIpcTransport(OwnCache):
     name = "cuda_ipc"
     devices = ("cuda",)
     settings = ("staging",)
-    """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
+    """Of Config, for the constructor (SupportsSettings)."""
     late_writers = True
     adopt = staticmethod(DeviceMemory)
 
@@ -128,8 +128,8 @@ class CudaIpcTransport(OwnCache):
             return self.describe(self._details)
 
     def withdraw(self) -> Callable[[], int]:
-        """See ``kvshm.interfaces.load_transport``.  Peers that have opened an IPC handle are not
-        known: memory that has one cannot sleep."""
+        """See SupportsWithdraw.  Peers that have opened an IPC handle are not known: memory that
+        has one cannot sleep."""
         with self._lock:
             self.check_open()
             self.epoch, server = Epoch(0), self._server
@@ -287,11 +287,11 @@ class CudaIpcTransport(OwnCache):
     # -- both
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread, which is kvshm's own: its calls cost less then."""
+        """See SupportsThreads: the thread's calls cost less then."""
         self.driver.enter_thread()
 
     def note_launched(self) -> LaunchedWork | None:
-        """See ``kvshm.interfaces.load_transport``.  Raises CudaError."""
+        """See SupportsLaunchedWork.  Raises CudaError."""
         stream = self.copy_stream.compute
         return LaunchedWork(self.driver, stream) if self.late_writers else None
 
