@@ -11,7 +11,8 @@ from kvshm._node.handout import Handouts
 from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.errors import SegmentNotReady, TransportError
-from kvshm.tools.node.reader import ASK_AGAIN_SECONDS, NodeReader
+from kvshm.tools.node.mapped import ASK_AGAIN_SECONDS
+from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.node.reading import NodeReading
 
 from .replicas import HASHES
