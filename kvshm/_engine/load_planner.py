@@ -17,10 +17,9 @@ from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
-from kvshm._shm import counters as c
-from kvshm._shm.counters import Counter
-from kvshm._shm.histograms import MATCH_LENGTH
+from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
+from kvshm._shm.statistics import MATCH_LENGTH, Counter
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
 

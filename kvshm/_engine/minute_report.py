@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.log_lines import FilledLine
-from kvshm._shm import counters as c
+from kvshm._shm import statistics as c
 from kvshm._shm.slot_table import SlotTableView
 
 PERIOD_SECONDS = 60.0

@@ -28,7 +28,7 @@ from kvshm._node.protocol import (
     Tick,
 )
 from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
-from kvshm._shm.counters import INDEX_FULL, REJOINS, RESYNCS
+from kvshm._shm.statistics import INDEX_FULL, REJOINS, RESYNCS
 
 from .epoch_state import EpochState
 from .minute_report import MinuteReport

@@ -30,8 +30,8 @@ from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.fds import is_served
-from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import OwnSlotTable
+from kvshm._shm.statistics import HOOKS
 from kvshm.config import Config, Share
 from kvshm.errors import KvshmError
 

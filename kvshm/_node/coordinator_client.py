@@ -23,9 +23,9 @@ from kvshm._base.forks import guard_forks
 from kvshm._base.log import logger
 from kvshm._base.resources import start_thread
 from kvshm._base.timing import TIMING, Timing
-from kvshm._shm.counters import EVENTS_DROPPED, EVENTS_UNHEARD
 from kvshm._shm.fds import close_all
 from kvshm._shm.layout import RECORD_BYTES
+from kvshm._shm.statistics import EVENTS_DROPPED, EVENTS_UNHEARD
 from kvshm.errors import KvshmError
 
 from .coordinator_session import CoordinatorSession

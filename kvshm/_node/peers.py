@@ -21,15 +21,15 @@ from kvshm._base.ids import Epoch, LeaseBit
 from kvshm._base.log import LogLimit, engine_name, logger
 from kvshm._base.timing import TIMING, RetryPause, Timing
 from kvshm._replica.index import Replica, StaleRecords
-from kvshm._shm.counters import (
+from kvshm._shm.layout import RECORD_BYTES, RowState
+from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import (
     MISS_FINGERPRINT,
     MISS_NO_OWNER,
     MISS_NO_PEER,
     MISS_QUARANTINED,
     Counter,
 )
-from kvshm._shm.layout import RECORD_BYTES, RowState
-from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 
 from .handout import Handouts

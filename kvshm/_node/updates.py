@@ -86,7 +86,7 @@ class UpdateHandler(Protocol):
         ...
 
     def count(self, counter: int, amount: int = 1) -> None:
-        """Add to one of the engine's counters (kvshm/_shm/counters.py)."""
+        """Add to one of the engine's counters (kvshm/_shm/statistics.py)."""
         ...
 
 

@@ -29,10 +29,9 @@ from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
-from kvshm._shm.counters import LOADS_STARTED, LOADS_TOO_LATE
-from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm._shm.progress import FIRST_LOAD_THREAD
+from kvshm._shm.statistics import HOOKS, LOADS_STARTED, LOADS_TOO_LATE
 from kvshm.errors import KvshmError, MemoryInUse
 from kvshm.interfaces import SupportsLaunchedWork, SupportsThreads, SupportsWithdraw, Transport
 

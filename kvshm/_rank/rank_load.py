@@ -28,7 +28,9 @@ from kvshm._engine.load_plan import (
     Piece,
     PieceFailure,
 )
-from kvshm._shm.counters import (
+from kvshm._shm.layout import RECORD_BYTES, block_ids
+from kvshm._shm.own_slot_table import RankSlotTable
+from kvshm._shm.statistics import (
     BLOCKS_COPIED,
     BYTES_COPIED,
     DISCARDED,
@@ -36,8 +38,6 @@ from kvshm._shm.counters import (
     RECHECK_FAILED,
     VERIFIED,
 )
-from kvshm._shm.layout import RECORD_BYTES, block_ids
-from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm.errors import KvshmError, StillAttaching
 from kvshm.interfaces import Attachment, Copy, CopyState, SupportsAfter, SupportsWhenEnded
 

@@ -17,7 +17,7 @@ from kvshm import _native
 from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.errors import SegmentError
 
-from .counters import PUBLISHED, RETRACTED, Counters
+from .counters import Counters
 from .histograms import Histograms
 from .layout import (
     CREATED_OFFSET,
@@ -49,6 +49,7 @@ from .layout import (
 from .progress import CLIENT, SCHEDULER, OwnProgress
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
+from .statistics import PUBLISHED, RETRACTED
 from .table_header import FIXED, NAMES, Clock, seconds_left
 from .traffic import OwnTraffic
 

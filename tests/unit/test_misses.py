@@ -19,7 +19,7 @@ from kvshm._node.incompatible import NO_BIT
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
-from kvshm._shm import counters as c
+from kvshm._shm import statistics as c
 from kvshm._shm.error_log import TEXT_BYTES
 from kvshm._shm.own_slot_table import TableSpec
 

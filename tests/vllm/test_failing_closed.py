@@ -20,7 +20,7 @@ from vllm.v1.request import FinishReason
 
 from kvshm._base.declined import list_declined
 from kvshm._engine.load_plan import LoadReport
-from kvshm._shm.counters import HOOK_ERRORS
+from kvshm._shm.statistics import HOOK_ERRORS
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.hooks import boundary
