@@ -14,9 +14,8 @@ import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
+from kvshm._base.extra_config import CONNECTOR as CONNECTOR
 from kvshm._base.log import logger
-
-from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logger("kvshm")
 
+CONNECTOR_MODULE = "kvshm.hooks.connector"
 OUR_CONNECTOR: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
@@ -74,6 +74,35 @@ def activate() -> None:
         reason = unexpected(exc)
     if reason is not None:
         _decline(reason, config)
+
+
+def register() -> None:
+    """Make the connector known by name (MultiConnector looks its children up by name)."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    except ValueError:
+        # Registered already: a forked child inherits the registry, plugins run again.
+        return
+
+
+def ensure_recompute(transfer: KVTransferConfig) -> str | None:
+    """Make vLLM recompute failed loads instead of failing their request; returns what to log if
+    this changed the policy.
+
+    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is a
+    cache miss.  Call before vLLM's Scheduler reads the policy: in the plugin, and in the
+    connector's constructor for engines started without the plugin.
+    """
+    given = transfer.kv_load_failure_policy
+    if given == "recompute":
+        return None
+    transfer.kv_load_failure_policy = "recompute"
+    return (
+        f"kv_load_failure_policy={given} overridden with recompute: a block that is lost to "
+        "reuse is a miss, no error"
+    )
 
 
 def _wrap() -> None:

@@ -49,16 +49,16 @@ class Ranks:
     def give_up(self, load_ids: Iterable[str]) -> set[str]:
         """End loads of an epoch that has ended; returns the loads that no rank copies or will
         report any more.  The ranks report the other loads with a step, as always."""
-        answers = self._ask("wait_for_end", sorted(load_ids))
+        answers = self._ask("loads.wait_for_end", sorted(load_ids))
         ended: set[str] = set.intersection(*(a or set() for a in answers)) if answers else set()
         if ended:
-            self._ask("forget", sorted(ended))
+            self._ask("loads.forget", sorted(ended))
         return ended
 
     def end_loads(self, load_ids: Iterable[str]) -> set[str]:
         """Have every rank end these loads and never report them; returns those that no rank
         carries out any more.  vLLM, which counts the ranks' reports, forgets the others' too."""
-        answers = self._ask("end_loads", sorted(load_ids))
+        answers = self._ask("loads.end", sorted(load_ids))
         ended: set[str] = set.intersection(*(a or set() for a in answers)) if answers else set()
         counted: Any = getattr(self._executor, "kv_output_aggregator", None)
         for name in ended if counted is not None else ():
@@ -67,8 +67,8 @@ class Ranks:
         return ended
 
     def _ask(self, question: str, *args: Any) -> Any:
-        """Call a method of every rank's WorkerSide; returns a list of the answers by rank, None
-        from a rank that cannot answer."""
+        """Call a method of every rank's WorkerSide, or of its ``loads``; returns a list of the
+        answers by rank, None from a rank that cannot answer."""
         return self._executor.collective_rpc(ask_rank, args=(question, *args))
 
 

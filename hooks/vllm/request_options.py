@@ -7,7 +7,7 @@ whose options cannot be understood is not shared: its client may have meant ``sh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from reprlib import repr as short
@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from kvshm._base.log import RateLimit, logger
 from kvshm.config import Share
 from kvshm.halves import BAD_OPTIONS, SchedulerHalf
-
-from .vllm_scheduler import VllmScheduler
 
 log = logger(__name__)
 
@@ -141,17 +139,15 @@ class OptionChecks:
         """A request has arrived.  Of a session only what vLLM keeps: ``step_built`` looks at each
         input's ``vllm_xargs``, the first one's too."""
         if request.resumable:
-            self._tell(_asked(request.kv_transfer_params, None).mistake)
+            self._report(_asked(request.kv_transfer_params, None).mistake)
         else:
-            self._tell(options_of(request).mistake)
+            self._report(options_of(request).mistake)
 
-    def step_built(self, new: Sequence[Any], vllm: VllmScheduler | None) -> None:
-        """A step is about to be dispatched.  ``new``: what vLLM tells its workers of requests, of
-        sessions anew with each input (NewRequestData); ``vllm``: whose requests they are."""
-        if vllm is None:
-            return
-        for told in new:
-            if (request := vllm.scheduler.requests[told.req_id]).resumable:
+    def step_built(self, new: Sequence[Any], requests: Mapping[str, Any]) -> None:
+        """A step is about to be dispatched.  ``new``: what vLLM sends its workers of requests, of
+        sessions anew with each input (NewRequestData); ``requests``: vLLM's, by id."""
+        for scheduled in new:
+            if (request := requests[scheduled.req_id]).resumable:
                 self._input_begins(request)
 
     def _input_begins(self, session: Any) -> None:
@@ -163,12 +159,12 @@ class OptionChecks:
         if not before.share:
             return
         asked = _asked(extra.get(ALL), extra)
-        self._tell(asked.mistake)
+        self._report(asked.mistake)
         if not asked.share:
             own = {"share": False, "report": before.report}
             session.kv_transfer_params = {**(session.kv_transfer_params or {}), KVSHM: own}
 
-    def _tell(self, mistake: Mistake | None) -> None:
+    def _report(self, mistake: Mistake | None) -> None:
         if mistake is None:
             return
         self._cache.count(BAD_OPTIONS)

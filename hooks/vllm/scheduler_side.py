@@ -15,19 +15,25 @@ from kvshm.errors import MemoryInUse
 from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .epochs import Epochs
-from .exports.block_tracker import BlockTracker, CompletedRuns
+from .exports.block_tracker import BlockTracker
+from .exports.pending_blocks import CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
 from .identity.fields import scheduler_fields
 from .identity.groups import groups_of
-from .imports.held_requests import compute_lost, compute_lost_anyway, end_all_loads
+from .imports.held_requests import (
+    compute_lost,
+    compute_lost_anyway,
+    end_all_loads,
+    free_stuck,
+)
 from .imports.importer import RequestImporter
 from .imports.pool_room import PoolRoom
 from .imports.prompt_tokens import PromptTokens
 from .imports.request_import import RequestImport, ids_of
-from .imports.stuck import free_stuck
 from .imports.tracing import tracer_for
-from .messages import QuietStep, RankReport, StepMetadata
+from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
+from .ranks import Ranks
 from .request_options import OptionChecks
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
@@ -77,11 +83,27 @@ class SchedulerSide:
     # -- start
 
     def bind(
-        self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None
-    ) -> str | None:
+        self, manager: Any, listener: PoolListener, before_output: Callable[[Any, Any], None]
+    ) -> bool:
         """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
-        engine exports and imports; returns why it does neither, or None."""
-        self._vllm = scheduler
+        engine exports and imports; False, and closed, if it does neither.  ``before_output`` is
+        called before vLLM handles the output of a step that waits for imports."""
+        self._vllm = VllmScheduler.of_caller(listener)
+        if (refusal := self._use_manager(manager, listener)) is not None:
+            self.close()
+            self.cache.decline(refusal)
+            return False
+        # On a GPU with speculation a drafter writes late: a copy would first wait for the model.
+        # Another connector may load into the same step.
+        device = self._vllm_config.device_config.device_type
+        early = device == "cpu" or not self._vllm_config.speculative_config
+        if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
+            self.importer.at_once.watch(self._vllm.scheduler, before_output)
+        return True
+
+    def _use_manager(self, manager: Any, listener: PoolListener) -> str | None:
+        """Returns why this engine shares nothing, or None."""
+        scheduler = self._vllm
         groups = groups_of(self._kv_cache_config, manager)
         if isinstance(groups, str):
             return groups
@@ -96,7 +118,7 @@ class SchedulerSide:
         log_role(role, by_settings=role == decide())
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
-            self.prompts.names_peers = groups.one_full
+            self.prompts.names_peers = groups.is_single_full_attention
             self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
         return None
 
@@ -137,14 +159,28 @@ class SchedulerSide:
         """End all loads under way, without a step; returns the requests whose loads have ended."""
         return end_all_loads(self.importer, self.epochs.ranks, self.epochs.reset)
 
-    def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
-        """Let steps wait for short imports.  Not on a GPU with speculation: a drafter writes late,
-        so a copy would first wait for the model.  Nor beside another connector, which may load
-        into the same step."""
-        device = self._vllm_config.device_config.device_type
-        early = device == "cpu" or not self._vllm_config.speculative_config
-        if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
-            self.importer.at_once.watch(self._vllm.scheduler, before_output)
+    # -- epochs
+
+    def ranks_started(
+        self, described: dict[tuple[int, int], Any], may_write: Callable[[str], None]
+    ) -> None:
+        """The ranks have started, and have ``described`` themselves by pipeline and tensor rank.
+        ``may_write`` is called before later calls of the ranks that may write weights."""
+        given = dict(enumerate(described[key] for key in sorted(described)))
+        own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
+        self.epochs.started(given if own else None, Ranks.of_caller(), may_write)
+
+    def call_may_write(self, call: str) -> None:
+        """Somebody calls the ranks, and the call may write weights (rank_calls.py)."""
+        self.epochs.call_may_write(call)
+
+    def pool_reset(self) -> None:
+        """vLLM has dropped its prefix cache, perhaps because the weights changed."""
+        self.epochs.reset()
+
+    def turn_off(self, error: str) -> None:
+        """A hook failed: withdraw everything, so that no peer reads blocks that nothing guards."""
+        self.epochs.turn_off(error)
 
     def _epoch_ended(self) -> None:
         if self.epochs.off:
@@ -195,7 +231,9 @@ class SchedulerSide:
         leases within the drain budget, return the ranks' work for the step: mostly none."""
         self._step += 1
         tokens = output.total_num_scheduled_tokens
-        self._option_checks.step_built(output.scheduled_new_reqs, self._vllm)
+        new, vllm = output.scheduled_new_reqs, self._vllm
+        if new and vllm is not None:
+            self._option_checks.step_built(new, vllm.scheduler.requests)
         self._idle_since = None if tokens else self._idle_since or time.monotonic()
         if self.importer.held:
             compute_lost(self.importer, self.tracker, self._vllm, self.epochs.ranks)
@@ -206,8 +244,8 @@ class SchedulerSide:
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
-        if output.scheduled_new_reqs and self._vllm is not None:
-            self.prompts.step_built(output.scheduled_new_reqs, self._vllm.scheduler.requests)
+        if new and vllm is not None:
+            self.prompts.step_built(new, vllm.scheduler.requests)
         if not quiet:
             self.importer.step_dispatched()  # last: if all else fails, the loads are still there
         return metadata
@@ -229,7 +267,7 @@ class SchedulerSide:
         # In a step that runs the model: an idle one may come between a reset and its new weights.
         describe = self.epochs.descriptions.ask(self._step) if busy else 0
         if (tracker := self.tracker) is not None:
-            tracker.update_expecting(epoch_state)
+            tracker.update_expecting(epoch_state, self.cache.failed)
             tracker.expecting |= describe > 0
             for load in (*loads, *at_once):
                 tracker.blocks_promised(load.targets)
@@ -276,7 +314,7 @@ class SchedulerSide:
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
         report = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
         reports = report.loads if isinstance(report, RankReport) else []
-        for import_ in self.importer.running.finish_awaited(metadata.at_once, reports):
+        for import_ in self.importer.running.finish_at_once(metadata.at_once, reports):
             self._import_ended(import_)
 
     def _import_ended(self, import_: RequestImport) -> None:
@@ -292,9 +330,9 @@ class SchedulerSide:
             self.tracker.blocks_failed(import_.load.bad)
         self.importer.at_once.failed(import_)
 
-    def undo_awaited(self) -> None:
+    def roll_back(self) -> None:
         """``before_output`` failed: compute all requests that steps under way wait for again."""
-        for import_ in self.importer.undo_awaited():
+        for import_ in self.importer.roll_back():
             self.prompts.import_ended(import_)
 
     def output(
@@ -306,7 +344,7 @@ class SchedulerSide:
             self._step_ended(report.step)
             return
         if finished and self._vllm is not None:
-            self._vllm.leave_awaited(finished)
+            self._vllm.drop_unawaited(finished)
         try:
             self._process(finished, report, invalid)
         finally:
@@ -351,6 +389,10 @@ class SchedulerSide:
         """A hook has ended: show tools its time, and that the scheduler's loop goes on."""
         unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
         self.cache.hook_took(hook, begun_ns, unfinished - (hook == "finished"))
+
+    def has_stats(self) -> bool:
+        """Whether anything was counted since the last ``stats``."""
+        return bool(self.cache.planner.results or self.prompts.untold)
 
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""

@@ -84,7 +84,7 @@ class VllmScheduler:
         arrived = request_id in self.scheduler.finished_recving_kv_req_ids
         return not arrived and self._awaits(request_id)
 
-    def leave_awaited(self, reported: set[str]) -> None:
+    def drop_unawaited(self, reported: set[str]) -> None:
         """Leave of the requests whose loads are reported as ended, which vLLM goes through next,
         only those that it awaits: it would end at another one."""
         odd = {name for name in reported if not self._awaits(name)}

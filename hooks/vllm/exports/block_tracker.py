@@ -18,9 +18,8 @@ Retracting what a step may write also makes a published block immutable: only a 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvshm._base.ids import BlockId
 from kvshm.halves import (
@@ -29,7 +28,6 @@ from kvshm.halves import (
     Marks,
     Run,
     SchedulerHalf,
-    blocks_of,
     end_of,
     make_run,
     owner_of,
@@ -38,6 +36,7 @@ from kvshm.halves import (
 
 from ..imports.request_import import LoadedBlocks
 from .kept_blocks import KeptBlocks
+from .pending_blocks import CompletedRuns, PendingBlocks
 from .pool_watch import block_tables, cached_counts
 
 
@@ -58,10 +57,6 @@ class TrackedRequest:
         """No block behind so many hashes has a mark, in any table."""
 
 
-CompletedRuns: TypeAlias = list[tuple[bool, Run]]
-"""The blocks that a step completes, and whether their request may share them."""
-
-
 class BlockTracker:
     """Tracks every block from its computation to its reuse.  Scheduler's thread."""
 
@@ -77,20 +72,20 @@ class BlockTracker:
         a request may share its blocks.  ``delay`` holds marks back for so many further steps: 1
         with speculative decoding, because the drafter still writes after its step's output has
         arrived.  Raises PoolChanged if this vLLM keeps no block tables where they are read."""
-        self._cache = cache
         self._publisher = cache.publisher
         self._pool = manager.block_pool
         self.kept = KeptBlocks(cache, manager.block_pool)
         self._tables = list(zip(groups.all, block_tables(manager, len(groups.all)), strict=True))
-        self._cached = cached_counts(manager, len(groups.all))
-        self._windows = any(group.window for group in groups.all)
+        cached = cached_counts(manager, len(groups.all))
+        self._cached = cached if any(group.window for group in groups.all) else []
+        """Of an engine with windowed groups."""
         self._block_size = groups.all[0].block_size // groups.all[0].scale
         """Tokens per hash."""
         self._may_share = may_share
-        self._delay = delay
+        self._drafts = delay > 0
         self.expecting = True
-        """Whether an epoch has begun or will: blocks computed before its begin are published
-        after it.  If none will begin, marks would only pile up."""
+        """Whether an epoch has begun or will: blocks computed before are published then.  If none
+        will, marks would only pile up."""
         self.pending_changes = False
         """Whether blocks were retracted since this was last set to False, or computed blocks are
         not published yet: call ``publish_computed`` and the cache's
@@ -99,14 +94,9 @@ class BlockTracker:
         self._epochs = 0
         """How many epochs have ended."""
         self._requests: dict[str, TrackedRequest] = {}
-        self._steps: deque[tuple[int, CompletedRuns]] = deque()
-        """Steps under way that complete blocks, by their numbers."""
+        self._pending = PendingBlocks(delay)
         self._computed: list[Run] = []
         """Runs of computed blocks; some blocks of each have no hash yet."""
-        self._promised: dict[BlockId, Sequence[BlockId]] = {}
-        """Block that a load under way will fill -> all blocks of that load, in order."""
-        self._held: dict[BlockId, int] = {}
-        """Promised block -> the first step that computes on top of it."""
 
     # -- requests
 
@@ -132,8 +122,8 @@ class BlockTracker:
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """These pool blocks are about to get new contents: retract them."""
-        for block in blocks if self._promised else ():
-            self._promised.pop(block.block_id, None)  # of a request that did not wait for it
+        for block in blocks if self._pending.promised else ():
+            self._pending.promised.pop(block.block_id, None)  # its request did not wait for it
         if self._publisher.retract_marked(self._marks, blocks):
             self.pending_changes = True
 
@@ -144,15 +134,13 @@ class BlockTracker:
         self.expecting = False
         self._epochs += 1
         self._marks.clear_all()
-        self._steps.clear()
+        self._pending.clear()
         self._computed.clear()
-        self._promised.clear()
-        self._held.clear()
 
-    def update_expecting(self, epoch_state: object | None) -> None:
-        """Call before a step is built, with the cache's ``epoch_state``.  If no epoch can begin,
-        stop expecting one; if one has begun after all, publish what is computed from now on."""
-        if self.expecting and epoch_state is None and self._cache.failed:
+    def update_expecting(self, epoch_state: object | None, failed: object) -> None:
+        """Call before a step is built, with ``epoch_state`` and ``failed`` of the cache.  If no
+        epoch can begin, stop expecting one; once one has, publish what is computed from now on."""
+        if self.expecting and epoch_state is None and failed:
             self.stop_expecting()
         elif epoch_state is not None:
             self.expecting = True
@@ -163,13 +151,13 @@ class BlockTracker:
         runs: CompletedRuns = []
         if not self.expecting:
             return runs
-        size, epochs, drafts = self._block_size, self._epochs, self._delay > 0
-        for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
+        args = self._block_size, self._epochs, self._drafts
+        for tracked, first, end in touching(self._requests, scheduled, *args):
             if completed := self._writes(number, tracked, first, end):
                 shared = self._may_share(tracked.request)
                 runs += [(shared, run) for run in completed]
         if runs:
-            self._steps.append((number, runs))
+            self._pending.steps.append((number, runs))
         return runs
 
     def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> list[Run]:
@@ -180,7 +168,7 @@ class BlockTracker:
             self._start(number, tracked)
         # In a streaming-input session vLLM drops accepted drafts after a stop token and goes on:
         # the KV of these drafts stays, under the hash of the next input.
-        if self._delay and request.num_prompt_tokens > tracked.prompt:
+        if self._drafts and request.num_prompt_tokens > tracked.prompt:
             tracked.sound = False
         # With asynchronous scheduling the last token's value is not known yet.
         known = min(end, request.num_tokens + request.num_output_placeholders)
@@ -211,12 +199,10 @@ class BlockTracker:
             table = tables.get(request.request_id, ())
             if whole and self._marks.sound(table, whole) != whole:
                 tracked.sound = False
-            elif self._promised:
+            elif self._pending.promised:
                 below += [block.block_id for block in table[:whole]]
         if tracked.sound:
-            for block in below:
-                if block in self._promised:
-                    self._held.setdefault(block, number)
+            self._pending.build_on(below, number)
 
     # -- imports
 
@@ -229,7 +215,7 @@ class BlockTracker:
         ``blocks_loaded`` or ``blocks_failed``, or a new epoch has begun.
         """
         if self.expecting:
-            self._promised.update(dict.fromkeys(blocks, blocks))
+            self._pending.promise(blocks)
             self._marks.make_sound(blocks)
 
     def import_ended(self, request_id: str, good: Iterable[LoadedBlocks]) -> None:
@@ -244,9 +230,7 @@ class BlockTracker:
         be ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
         chain, first, blocks, number = loaded
         group = self._tables[number][0]
-        promised = [self._promised.pop(block, None) is not None for block in blocks]
-        for block in blocks if self._held else ():
-            self._held.pop(block, None)
+        promised = self._pending.release(blocks)
         if not shown:
             return
         whole = [(first, blocks)]
@@ -267,22 +251,13 @@ class BlockTracker:
         then compute a token that it dropped before it knew the token.  So the blocks that this
         request computes until it is preempted are not sound either.
         """
-        doubtful = set(blocks)
-        if not doubtful:
+        if not (doubtful := self._pending.fail(set(blocks))):
             return
-        for block in [b for b in doubtful if b in self._promised]:
-            load = self._promised[block]  # nothing behind the block counts either
-            doubtful.update(load[load.index(block) :])
-        held = [self._held[block] for block in doubtful if block in self._held]
-        while held and self._steps and self._steps[-1][0] >= min(held):
-            doubtful.update(blocks_of(run for _, run in self._steps.pop()[1]))
         for tracked in self._requests.values():
             if behind := self._behind(tracked.request.request_id, doubtful):
                 tracked.sound = False
                 doubtful.update(behind)
-        for block in doubtful:
-            self._promised.pop(block, None)
-            self._held.pop(block, None)
+        self._pending.release(doubtful)
         if published := self._marks.clear(list(doubtful)):
             self._retract(published)
 
@@ -303,21 +278,15 @@ class BlockTracker:
 
     @property
     def fence(self) -> int:
-        """The step whose marks are held back only until a fence has passed (``step_done``).  0:
-        there is none."""
-        return self._steps[-1][0] if self._delay and self._steps and not self._held else 0
+        """As ``PendingBlocks.fence``; ``step_done`` hears of it."""
+        return self._pending.fence
 
     def step_done(self, number: int, fenced: bool = False) -> None:
         """The output of a step that ran the model has arrived, or (``fenced``) every rank has
         passed a fence behind that step: then memory holds on every rank everything that this step
         and all earlier ones wrote, the drafter's part included."""
-        done = number if fenced else number - self._delay
-        if self._held:
-            done = min(done, min(self._held.values()) - 1)
-        while self._steps and self._steps[0][0] <= done:
-            for wanted, run in self._steps.popleft()[1]:
-                if wanted:
-                    self._computed.append(run)
+        if self._pending.steps:
+            self._computed += self._pending.computed(number, fenced)
         if self._computed:
             self.publish_computed()
 
@@ -326,7 +295,7 @@ class BlockTracker:
         decoded and imported blocks get their hash a little later."""
         if self._computed:
             left = self._publisher.publish_marked(self._marks, self._pool.blocks, self._computed)
-            self._computed = list(filter(self._awaits_hashes, left)) if self._windows else left
+            self._computed = list(filter(self._awaits_hashes, left)) if self._cached else left
             self.pending_changes |= bool(self._computed)
 
     def _awaits_hashes(self, run: Run) -> bool:

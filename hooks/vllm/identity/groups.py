@@ -79,7 +79,7 @@ def _window_and_chunk(spec: Any) -> tuple[int, int] | None:
     return None
 
 
-def is_one_full(config: KVCacheConfig) -> bool:
+def is_single_full_attention(config: KVCacheConfig) -> bool:
     """Whether the cache has one group, of full attention.  Only for a cache that is not refused."""
     first, *others = config.kv_cache_groups
     return not others and _rule(first.kv_cache_spec) == (0, 0)

@@ -15,11 +15,13 @@ If this vLLM lacks an attribute that this needs, every import is asynchronous.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from inspect import signature
 from typing import Any
 
+from kvshm._base.ids import Epoch
 from kvshm._base.log import RateLimit, logger
+from kvshm.halves import LoadFailure, LoadReport
 
 from .request_import import RequestImport
 
@@ -35,6 +37,10 @@ PATIENCE_SECONDS = 0.05
 """A step waits at most PATIENCE times the estimate plus PATIENCE_SECONDS.  If computing the blocks,
 the cost of giving up, takes longer, the step waits so long, up to PATIENCE_MOST seconds."""
 PATIENCE_MOST = 0.25
+
+LATE_SECONDS = 10.0
+"""For how long no step waits for a peer whose copy was too late: while copies take longer than
+estimated, each request would wait in vain and be preempted."""
 
 _OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
 _OF_REQUEST = (
@@ -171,3 +177,33 @@ class AtOnce:
             raise
         # As after vLLM's own reset, the request must not count as part of the previous step.
         getattr(scheduler, "prev_step_scheduled_req_ids", set()).discard(request.request_id)
+
+
+class ReadyPeers:
+    """Which peers all ranks have attached, and which were too late.  Scheduler's thread."""
+
+    def __init__(self, num_ranks: int, clock: Callable[[], float]) -> None:
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self.attached: dict[int, frozenset[Epoch]] = {}
+        """Epochs of the peers that each rank has attached, as reported by the ranks."""
+        self._late_until: dict[Epoch, float] = {}
+
+    def record_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
+        """Record which peers these ranks have attached; returns those that all ranks have."""
+        self.attached.update(by_rank)
+        if len(self.attached) < self._num_ranks:
+            return frozenset()
+        return frozenset.intersection(*self.attached.values())
+
+    def record_late(self, reports: Iterable[LoadReport]) -> None:
+        """A step has waited for loads, which have ended with these reports."""
+        for failure in (failure for report in reports for failure in report.failures):
+            if failure.reason is LoadFailure.TOO_LATE:
+                self._late_until[failure.peer_epoch] = self._clock() + LATE_SECONDS
+
+    def are_ready(self, peers: Set[Epoch]) -> bool:
+        """Whether a step may wait for copies from all of these."""
+        now = self._clock()
+        self._late_until = {e: until for e, until in self._late_until.items() if now < until}
+        return peers.isdisjoint(self._late_until) and peers <= self.record_attached({})

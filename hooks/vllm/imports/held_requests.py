@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.log import RateLimit, logger
+from kvshm.halves import MISS_NO_ROOM, SchedulerHalf
 
 from ..ranks import Ranks
 from ..vllm_scheduler import VllmScheduler
@@ -146,3 +147,22 @@ def end_all_loads(
     given_up = ranks.give_up(loads)
     importer.running.discard_loads(given_up)
     return given_up | ended
+
+
+def free_stuck(vllm: VllmScheduler | None, importer: RequestImporter, cache: SchedulerHalf) -> None:
+    """A step without tokens was built, while requests wait whose load has ended: if no request can
+    run before these do, and there is no room, give their blocks back.  They are computed then.
+
+    vLLM schedules nobody behind a request that holds blocks and for whose rest there is no room,
+    and preempts running requests only.  There was room when the load began; but a session may have
+    taken it, and then wait behind that request, for ever.
+    """
+    if vllm is None or (room := importer.room) is None:
+        return
+    scheduler = vllm.scheduler
+    holding = list(scheduler.kv_holding_waiting)
+    if scheduler.running or scheduler.deferred_frees or all(map(room.has_room, holding)):
+        return
+    if stuck := {request.request_id for request in holding} & importer.unscheduled:
+        vllm.give_back(stuck)
+        cache.count(MISS_NO_ROOM, len(stuck))

@@ -33,14 +33,12 @@ from kvshm.halves import (
 )
 
 from ..request_options import may_share
-from .at_once import AtOnce
+from .at_once import AtOnce, ReadyPeers
 from .held_requests import HeldRequests
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
-from .ready_peers import ReadyPeers
 from .request_import import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
 from .running_loads import RunningLoads
-from .twins import Twins
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
@@ -90,8 +88,7 @@ class RequestImporter:
         self.peers = ReadyPeers(num_ranks, clock)
         self.held = HeldRequests(clock)
         self._clock, self._tracer = clock, tracer
-        self._twins = Twins(clock)
-        self.running = RunningLoads(cache, self.imports, self.peers, self._twins, num_ranks, tracer)
+        self.running = RunningLoads(cache, self.imports, self.peers, num_ranks, clock, tracer)
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """vLLM's pool exists: import into it, and look up what its groups need."""
@@ -161,7 +158,7 @@ class RequestImporter:
     def _match_blocks(self, import_: RequestImport, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
         request, costs = import_.request, self._cache.planner.costs
-        if self._twins.waits(import_, request.block_hashes[start]):
+        if self.running.has_twin(import_, request.block_hashes[start]):
             return None
         if not self._fits(import_, self.lookups.groups.blocks_at(start) + 1, tuple(Way)):
             return 0
@@ -195,7 +192,9 @@ class RequestImporter:
         """Whether the engine has the next block itself.  With several groups one block of one of
         them says nothing."""
         return (
-            self.lookups.groups.one_full and self.room is not None and self.room.holds(block_hash)
+            self.lookups.groups.is_single_full_attention
+            and self.room is not None
+            and self.room.holds(block_hash)
         )
 
     def _within_copy_budget(self, seconds: float) -> bool:
@@ -367,11 +366,11 @@ class RequestImporter:
 
     # -- the end of loads
 
-    def undo_awaited(self) -> list[RequestImport]:
+    def roll_back(self) -> list[RequestImport]:
         """What handles the loads that steps wait for has failed: treat all of them as failed.
         Returns their imports."""
         known = dict.fromkeys((*self.running.by_id.values(), *self.imports.values()))
-        awaited = [i for i in known if i.has_load and i.is_awaited]
+        awaited = [i for i in known if i.has_load and i.can_roll_back]
         self.at_once.undo_all(awaited)
         by_id = self.running.by_id
         self.running.drop([name for name, i in by_id.items() if i.way is Way.AT_ONCE])

@@ -154,7 +154,7 @@ class RequestImport:
     """From ALLOCATED on."""
     no_room: NoRoom | None = None
     """Set when vLLM's pool had no room for it."""
-    # Twins
+    # RunningLoads
     waits_since: float | None = None
     """Since when it waits for another request's import of the same prefix."""
     # Lookups
@@ -177,7 +177,7 @@ class RequestImport:
         return str(self.request.request_id)
 
     @property
-    def is_awaited(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether a step waits for its load, or what follows from that has not been done yet."""
         return self.withheld is not None or self.first_step is not None
 

@@ -1,20 +1,24 @@
-"""The loads of imports while they are under way: what ranks report of them, and how they end."""
+"""The loads of imports while they are under way: what ranks report of them, and how they end.
+
+A request whose prefix another one is importing waits for that import: copied once, it is theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.ids import BlockId, LoadId
 from kvshm.halves import LOADS_LOST, ONE_FULL_GROUP, LoadOrder, LoadReport, SchedulerHalf
 
-from .ready_peers import ReadyPeers
+from .at_once import ReadyPeers
 from .request_import import RequestImport, Stage, Way
-from .twins import Twins
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
+
+TWIN_WAIT_SECONDS = 0.1
+"""How long a request waits for another request's import of the same prefix."""
 
 
 class RunningLoads:
@@ -26,18 +30,20 @@ class RunningLoads:
         cache: SchedulerHalf,
         imports: MutableMapping[str, RequestImport],
         peers: ReadyPeers,
-        twins: Twins,
         num_ranks: int,
+        clock: Callable[[], float],
         tracer: ImportTracer | None,
     ) -> None:
         """``imports``: the newest of each request, by its id."""
         self._cache, self._imports = cache, imports
-        self._peers, self._twins = peers, twins
-        self._num_ranks, self._tracer = num_ranks, tracer
+        self._peers, self._num_ranks = peers, num_ranks
+        self._clock, self._tracer = clock, tracer
         self.groups = ONE_FULL_GROUP
         self.by_id: dict[LoadId, RequestImport] = {}
         """The imports whose loads are under way.  A request may have several: one that it was
         preempted under lacks its report for a while."""
+        self._by_first_hash: dict[bytes, RequestImport] = {}
+        """The newest of these for each hash of a first block."""
         self._attempts = count()
 
     def new_id(self, import_: RequestImport) -> LoadId:
@@ -49,7 +55,19 @@ class RunningLoads:
     def begin(self, import_: RequestImport) -> None:
         """The load of an import will be handed to the ranks."""
         self.by_id[import_.load.order.load_id] = import_
-        self._twins.begun(import_)
+        if import_.load.first_hash is not None:
+            self._by_first_hash[import_.load.first_hash] = import_
+
+    def has_twin(self, import_: RequestImport, first_hash: bytes) -> bool:
+        """Whether the request is to wait, for TWIN_WAIT_SECONDS at most, for another one's import
+        of the block that it needs first."""
+        other = self._by_first_hash.get(first_hash)
+        if other is None or other.request_id == import_.request_id:
+            import_.waits_since = None
+            return False
+        if import_.waits_since is None:
+            import_.waits_since = self._clock()
+        return self._clock() - import_.waits_since < TWIN_WAIT_SECONDS
 
     def queued_seconds(self) -> float:
         """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
@@ -69,7 +87,7 @@ class RunningLoads:
                 self._end(import_)
                 self.compute_from_now(import_.request)  # also if it was to fill no block
 
-    def finish_awaited(
+    def finish_at_once(
         self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
     ) -> list[RequestImport]:
         """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
@@ -97,7 +115,7 @@ class RunningLoads:
             if (import_ := self.by_id.get(report.load_id)) is None:
                 continue
             import_.load.reports.append(report)
-            if report.bad and not self.groups.one_full:
+            if report.bad and not self.groups.is_single_full_attention:
                 bad.update(import_.load.targets)
         return bad
 
@@ -126,7 +144,9 @@ class RunningLoads:
 
     def _end(self, import_: RequestImport) -> None:
         """The load of an import is under way no more."""
-        self._twins.ended(import_)
+        first_hash = import_.load.first_hash
+        if first_hash is not None and self._by_first_hash.get(first_hash) is import_:
+            del self._by_first_hash[first_hash]
         waits = import_.way is Way.ASYNCHRONOUS and self._imports.get(import_.request_id) is import_
         import_.move_to(Stage.LOADED if waits else Stage.ENDED)
 
