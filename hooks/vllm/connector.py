@@ -1,8 +1,7 @@
 """KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1).
 
-vLLM makes one instance in the scheduler's process and one in every worker; each delegates to
-SchedulerSide or WorkerSide.  Order of the calls: docs/architecture.md.  For a request with nothing
-to import only ``match`` does work; an engine without peers only publishes into its own slot table.
+vLLM makes one instance in the scheduler's process and one in every worker, which delegate to
+SchedulerSide and WorkerSide.  Order of the calls: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -147,8 +146,8 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def answer_scheduler(self, question: str, *args: Any) -> Any:
-        """Answer what the scheduler asks this rank between steps (ranks.Ranks): call the method
-        ``question`` of WorkerSide, or of its loads.  None: this rank cannot answer."""
+        """Call the method ``question`` of WorkerSide, or of its loads, for the scheduler
+        (ranks.Ranks).  None: this rank cannot answer."""
         return attrgetter(question)(self._worker)(*args) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -238,7 +237,6 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def call_may_write(self, call: str) -> None:
-        """Somebody calls the ranks, and the call may write weights (rank_calls.py)."""
         if self._scheduler:
             self._scheduler.call_may_write(call)
 
@@ -249,33 +247,30 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         if side is not None and not side.bind(kv_cache_manager, self, self.before_output):
             self._scheduler = None
 
+    # As pool_watch.PoolListener describes the next five.
+
     @guarded(_nothing)
     def blocks_wanted(self, count: int) -> None:
-        """vLLM takes so many blocks, and some free ones may be kept (pool_watch.PoolListener)."""
         if self._scheduler:
             self._scheduler.blocks_wanted(count)
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """These blocks are about to get new contents (pool_watch.PoolListener)."""
         if self._scheduler:
             self._scheduler.blocks_handed_out(blocks)
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
-        """A block loses its hash (pool_watch.PoolListener)."""
         if self._scheduler:
             self._scheduler.block_changes(block)
 
     @guarded(_nothing)
     def pool_will_reset(self) -> None:
-        """vLLM is about to drop its prefix cache if all blocks are free."""
         if self._scheduler:
             self._scheduler.prepare_pool_reset()
 
     @guarded(_nothing)
     def pool_reset(self) -> None:
-        """vLLM has dropped its prefix cache, perhaps because the weights changed."""
         if self._scheduler:
             self._scheduler.pool_reset()
 
@@ -314,8 +309,8 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     # After any error here, compute everything again, even blocks that were right.
     @guarded(lambda self, *_: self._scheduler.roll_back())
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to handle a step's output: prevent it from delivering tokens that were
-        computed from blocks which did not arrive."""
+        """Keep vLLM, which is about to handle a step's output, from delivering tokens that were
+        computed from blocks that did not arrive."""
         if self._scheduler:
             self._scheduler.before_output(output, result)
 
@@ -324,11 +319,11 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
-        said: Any = connector_output.kv_connector_worker_meta
-        if type(said) is not QuietReport and not isinstance(said, RankReport):
-            said = None  # another connector's, or none
+        report: Any = connector_output.kv_connector_worker_meta
+        if type(report) is not QuietReport and not isinstance(report, RankReport):
+            report = None  # another connector's, or none
         finished = connector_output.finished_recving or set()
-        self._scheduler.output(finished, said, connector_output.invalid_block_ids)
+        self._scheduler.output(finished, report, connector_output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         side = self._scheduler

@@ -42,7 +42,7 @@ from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""
 
-NOT_SYNCED = object()  # ``_synced_state`` while the ranks lack something: equal to no state
+NOT_SYNCED = object()  # ``_synced_state`` while the ranks miss something: equal to no state
 
 
 class SchedulerSide:
@@ -85,9 +85,9 @@ class SchedulerSide:
     def bind(
         self, manager: Any, listener: PoolListener, before_output: Callable[[Any, Any], None]
     ) -> bool:
-        """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
-        engine exports and imports; False, and closed, if it does neither.  ``before_output`` is
-        called before vLLM handles the output of a step that waits for imports."""
+        """Watch vLLM's block pool, and decide from vLLM's objects whether this engine exports and
+        imports; False, and closed, if it does neither.  ``before_output`` is called before vLLM
+        handles the output of a step that waits for imports."""
         self._vllm = VllmScheduler.of_caller(listener)
         if (refusal := self._use_manager(manager, listener)) is not None:
             self.close()
@@ -128,20 +128,17 @@ class SchedulerSide:
         self.tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
         return self.tracker.kept.may_exist
 
-    # -- vLLM's pool
+    # -- vLLM's pool: as pool_watch.PoolListener
 
     def blocks_wanted(self, count: int) -> None:
-        """vLLM takes so many blocks, and some free ones may be kept."""
         if self.tracker is not None:
             self.tracker.kept.put_last(count)
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """These blocks are about to get new contents."""
         if self.tracker is not None:
             self.tracker.blocks_handed_out(blocks)
 
     def block_changes(self, block: BlockId) -> None:
-        """A block loses its hash."""
         if self.tracker is not None:
             self.tracker.blocks_change([block])
 
@@ -151,7 +148,6 @@ class SchedulerSide:
         return not (self.epochs.off or role.no_imports or vllm is None) and vllm.may_import()
 
     def prepare_pool_reset(self) -> None:
-        """vLLM is about to reset its cache, for which all blocks must be free."""
         if self._vllm is not None:
             self._vllm.free_blocks_for_reset(self._give_up_loads)
 
@@ -166,12 +162,11 @@ class SchedulerSide:
     ) -> None:
         """The ranks have started, and have ``described`` themselves by pipeline and tensor rank.
         ``may_write`` is called before later calls of the ranks that may write weights."""
-        given = dict(enumerate(described[key] for key in sorted(described)))
-        own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
-        self.epochs.started(given if own else None, Ranks.of_caller(), may_write)
+        by_rank = dict(enumerate(described[key] for key in sorted(described)))
+        own = bool(by_rank) and all(isinstance(d, RankDescription) for d in by_rank.values())
+        self.epochs.started(by_rank if own else None, Ranks.of_caller(), may_write)
 
     def call_may_write(self, call: str) -> None:
-        """Somebody calls the ranks, and the call may write weights (rank_calls.py)."""
         self.epochs.call_may_write(call)
 
     def pool_reset(self) -> None:
@@ -196,7 +191,7 @@ class SchedulerSide:
         self._option_checks.check(request)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
-        """Returns what the request's answer is to say, if it has asked."""
+        """Returns what the request's answer is to contain, if it has asked."""
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
@@ -213,8 +208,8 @@ class SchedulerSide:
             self.importer.allocation_failed(request, ids_of(blocks), num_external)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the local hit can be imported (None: ask again, as at the
-        start until peers are known), and whether vLLM must hold the request back for them."""
+        """Return how many tokens beyond the local hit can be imported (None: ask again), and
+        whether vLLM must hold the request back for them."""
         if not self.may_import() or self.importer.held.hangs:
             self.importer.pass_over(request.request_id)
             return 0, False
@@ -227,8 +222,8 @@ class SchedulerSide:
     # -- every step
 
     def build(self, output: Any) -> StepMetadata:
-        """Runs last before a step is dispatched: retract the blocks that the step writes, wait for
-        leases within the drain budget, return the ranks' work for the step: mostly none."""
+        """Return the ranks' work for the step that is dispatched next, mostly none: retracts the
+        blocks that it writes, and waits for leases within the drain budget."""
         self._step += 1
         tokens = output.total_num_scheduled_tokens
         new, vllm = output.scheduled_new_reqs, self._vllm
@@ -292,8 +287,8 @@ class SchedulerSide:
         return metadata
 
     def build_after_failure(self, output: Any) -> StepMetadata:
-        """Replace ``build`` after an error: share nothing, but hand over the loads, for which their
-        requests wait.  Raises MemoryInUse if that fails, too, and the step waits for a load."""
+        """Replace ``build`` after an error: only hand over the loads, for which requests wait.
+        Raises MemoryInUse if that fails, too, and the step waits for a load."""
         try:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
             patience = self.importer.at_once.step_built()
@@ -306,8 +301,8 @@ class SchedulerSide:
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to handle a step's output: finish the imports that the step waited for,
-        and undo requests whose import failed, so that vLLM delivers no token of theirs."""
+        """Finish the imports that a step waited for, before vLLM handles its output, and roll back
+        the requests whose import failed, so that vLLM delivers no token of theirs."""
         metadata = output.kv_connector_metadata
         if not isinstance(metadata, StepMetadata) or not metadata.at_once:
             return
@@ -318,8 +313,6 @@ class SchedulerSide:
             self._import_ended(import_)
 
     def _import_ended(self, import_: RequestImport) -> None:
-        """An import that a step waited for has ended: vLLM delivers no token of its request's if it
-        has failed."""
         self.prompts.import_ended(import_)
         if import_.load.good:
             self.importer.at_once.arrived(import_)
@@ -331,15 +324,15 @@ class SchedulerSide:
         self.importer.at_once.failed(import_)
 
     def roll_back(self) -> None:
-        """``before_output`` failed: compute all requests that steps under way wait for again."""
+        """After ``before_output`` failed: have all requests that steps wait for computed again."""
         for import_ in self.importer.roll_back():
             self.prompts.import_ended(import_)
 
     def output(
         self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:
-        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, including
-        other connectors' loads (in a MultiConnector).  Leaves in ``finished`` what vLLM awaits."""
+        """Handle a step's output.  ``invalid``: blocks that loads failed to fill, also those of
+        other connectors.  Leaves in ``finished`` only what vLLM awaits."""
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return
@@ -377,7 +370,6 @@ class SchedulerSide:
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:
-        """A step has ended, and its ranks report nothing else."""
         if self._times.measured:
             self._times.ended(step)
         if self.epochs.descriptions.awaited:
@@ -386,7 +378,7 @@ class SchedulerSide:
             self.tracker.step_done(step)
 
     def hook_took(self, hook: str, begun_ns: int) -> None:
-        """A hook has ended: show tools its time, and that the scheduler's loop goes on."""
+        """Show tools a hook's time, and that the scheduler's loop goes on."""
         unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
         self.cache.hook_took(hook, begun_ns, unfinished - (hook == "finished"))
 
@@ -400,8 +392,8 @@ class SchedulerSide:
         return LoadStats.of(ended, prompts, self._block_size)
 
     def must_step(self) -> bool:
-        """Whether vLLM must step on without requests: with speculation the last blocks are
-        published when all ranks have passed a fence.  FENCE_SECONDS at most."""
+        """Whether vLLM must step on without requests, for FENCE_SECONDS at most: with speculation
+        the last blocks are published when all ranks have passed a fence."""
         if self.tracker is None or not self.tracker.fence:
             return False
         return self._idle_since is None or time.monotonic() - self._idle_since < FENCE_SECONDS

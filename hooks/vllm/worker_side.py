@@ -39,10 +39,8 @@ class WorkerSide:
     """One rank of one engine.  All methods run on the worker's main thread, except for
     ``_weights_written``."""
 
-    _known = False
-    """Whether vLLM has been told of this rank."""
-    _released = False
-    """Whether the KV cache's memory was released since it was last exported."""
+    _known = False  # whether vLLM has a description of this rank
+    _released = False  # whether the KV cache's memory was released since it was last exported
 
     def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
         self._vllm_config = vllm_config
@@ -77,10 +75,11 @@ class WorkerSide:
     def register(
         self, kv_caches: dict[str, torch.Tensor], unmapping: Callable[[], None] = lambda: None
     ) -> None:
-        """The KV cache exists: find its regions and prepare to export and fill them.
-        ``unmapping`` is called before vLLM's worker unmaps memory (sleep mode)."""
-        self._placement = placement = regions_of(self._kv_cache_config, kv_caches)
+        """Find the regions of the KV cache, and prepare to export and fill them.  ``unmapping`` is
+        called before vLLM's worker unmaps memory (sleep mode)."""
+        placement = regions_of(self._kv_cache_config, kv_caches)
         if isinstance(placement, str):
+            self._placement = placement
             return
         # vLLM gives the model to no connector, but the caller is the model runner, which has it.
         self._weights.find(callers_with("get_model"), self._weights_load, unmapping)
@@ -89,19 +88,19 @@ class WorkerSide:
         except TransportError as exc:
             self._placement = str(exc)
             return
-        self.loads = self._loads_of(self._cache)
+        self._placement, self.loads = placement, self._loads_of(self._cache)
         # vLLM frees a block only when no step under way writes to it any more (in an engine that
         # may import); but a drafter still writes after its step's output was handed over.
         drafts = self._vllm_config.speculative_config is not None
         self._cache.transport.late_writers = drafts
 
     def _weights_load(self) -> None:
-        """New weights are about to be loaded, and the scheduler does not know."""
+        """End the epoch before new weights are loaded, of which the scheduler does not know."""
         self._next_report().weights_changed = True
         self.weights_change()
 
     def weights_change(self) -> None:
-        """The weights are about to change, or perhaps: end the epoch of those there were."""
+        """End the epoch of the weights, which are about to change, or perhaps."""
         self._weights.change()
         self.loads.outdate()
         if self._cache is None:
@@ -112,8 +111,8 @@ class WorkerSide:
             log.warning("cannot end the epoch before new weights: %s", exc)
 
     def release_memory(self) -> None:
-        """The KV cache is about to be unmapped: see SleepHooks.  Loads that this ends are reported
-        as lost with the next step.  Idempotent."""
+        """Stop all use of the KV cache before it is unmapped: see SleepHooks.  Loads that this ends
+        are reported as lost with the next step.  Idempotent."""
         if self._cache is not None and not self._released:
             left = release_memory(self._cache, self._rank)
             self._released = True
@@ -129,9 +128,8 @@ class WorkerSide:
         return bool(self.loads.under_way)
 
     def _weights_written(self, name: str) -> None:
-        """Somebody has written the weights, and nobody had announced it: other engines must not
-        read this rank's blocks any more.  The scheduler hears of it with the next step.  The
-        witness's thread, or the main one."""
+        """Withdraw this rank's blocks: weights were written and nobody had announced it.  The
+        scheduler hears of it with the next step.  The witness's thread, or the main one."""
         log.warning(
             "rank %d: weights were written and nobody had announced it, found in %s: the blocks "
             "computed so far are withdrawn, and the weights are digested anew; reset the prefix "
@@ -147,15 +145,15 @@ class WorkerSide:
                     table.log_error(f"rank {self._rank}: weights written: {name}")
 
     def handshake(self) -> RankDescription | None:
-        """Describe this rank at the start.  None later: vLLM asks again when the KV cache wakes up,
-        perhaps before the weights do, and the next step that runs the model describes them."""
+        """Describe this rank at the start.  None later: when the KV cache wakes up the weights may
+        sleep, and the next step that runs the model describes them."""
         known, self._known = self._known, True
         return None if known else self.describe()
 
     def describe(self) -> RankDescription:
-        """Return what the engine must know of this rank in order to join.  Digests the weights:
-        blocks for as long as one read of them takes.  Only while weights and KV cache are mapped:
-        at the start, and in a step that runs the model."""
+        """Return what the engine must know of this rank in order to join.  Blocks while it digests
+        the weights.  Only while weights and KV cache are mapped: at the start, and in a step that
+        runs the model."""
         if isinstance(self._placement, str) or self._cache is None:
             return RankDescription(None, {}, str(self._placement))
         if refusal := self._weights.find_again():
@@ -178,8 +176,7 @@ class WorkerSide:
     # -- every step
 
     def is_quiet(self) -> bool:
-        """Whether there is nothing to report and no load under way: a quiet step then needs none
-        of the methods below."""
+        """Whether a quiet step needs none of the methods below: nothing to report, no load."""
         if self._report is not None or self.loads.under_way or self._weights.written:
             return False
         return self._cache is None or self._cache.attached() is self._attached
@@ -191,7 +188,7 @@ class WorkerSide:
         return self._report
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Call before the loads of a step: ends and opens epochs as the scheduler says."""
+        """End and open epochs as the scheduler wants, before the loads of a step."""
         self._report_written()
         report = self._next_report()
         report.step = metadata.step
@@ -208,7 +205,7 @@ class WorkerSide:
         self._report_written()
 
     def _report_written(self) -> None:
-        """Tell the scheduler that weights were found written, and end the epoch, if they were."""
+        """If weights were found written, report it to the scheduler, and end the epoch."""
         if name := self._weights.written:
             self._weights.written = ""
             self._next_report().written[self._rank] = name
@@ -226,9 +223,8 @@ class WorkerSide:
             self._next_report().not_opened = epoch
 
     def _fence_passed(self, fence: int) -> bool:
-        """Whether memory holds everything that the model's steps have written by now.  Steps run
-        on this thread; if they only launch work, the transport knows when that work has ended.
-        The scheduler may ask for the same fence many times."""
+        """Whether memory holds everything that the model's steps have written by now.  Steps run on
+        this thread; the transport knows when work has ended that they only launch."""
         if fence != self._fence[0]:
             ask = getattr(self._cache.transport, "fence", None) if self._cache is not None else None
             self._fence = fence, ask() if ask else None
@@ -236,8 +232,8 @@ class WorkerSide:
         return has_passed is None or has_passed()
 
     def begin_loads(self, metadata: StepMetadata) -> None:
-        """Begin a step's asynchronous loads; does not block.  If the step also has loads at once,
-        ``load_at_once`` begins these after them: a rank makes one copy after the other."""
+        """Begin a step's asynchronous loads, unless ``load_at_once`` does so after the loads at
+        once: a rank makes one copy after the other.  Does not block."""
         if not metadata.at_once:
             self.loads.begin(metadata.loads)
 
@@ -270,7 +266,7 @@ class WorkerSide:
         return report
 
     def give_up(self, metadata: StepMetadata | None) -> None:
-        """A hook failed: export nothing any more, and let no request wait for ever."""
+        """Export nothing after a hook has failed, and let no request wait for ever."""
         self._next_report().failed = True
         try:
             if self._cache is not None:

@@ -1,8 +1,7 @@
 """Where the KV blocks lie: describes vLLM's KV cache as regions, and places it in shared memory.
 
-vLLM allocates one buffer per worker, and every layer is a view of it.  The page of layer ``l``
-and block ``b`` starts at ``offset + l * layer_stride + b * block_stride``.  There are two
-shapes::
+vLLM allocates one buffer per worker, and every layer is a view of it.  The page of layer ``l`` and
+block ``b`` starts at ``offset + l * layer_stride + b * block_stride``.  There are two shapes::
 
     layer outermost (LBNHC ...)              block outermost (BLNHC ...)
     | l0: b0 b1 b2 .. | l1: b0 b1 b2 .. |    | b0: l0 l1 .. | b1: l0 l1 .. | ...

@@ -81,11 +81,10 @@ def weights_digest(
     each: dict[object, bytes] | None = None,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
-    and types, of the weights that vLLM's CPU kernels have packed away, and of the classes and
-    floats of all modules.  ``each`` gets a digest of every tensor.  ``dtype``: in which the
-    model computes; a buffer that it converts to that when it first runs has the same digest before
-    and after.
+    """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes and
+    types, of the weights that vLLM's CPU kernels have packed away, and of the classes and floats of
+    all modules.  ``each`` gets a digest of every tensor.  ``dtype``: in which the model computes; a
+    buffer that it converts to that when it first runs has the same digest before and after.
 
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Changes nothing.
     Any two processes with equal weights on equal hardware get equal digests.  Raises

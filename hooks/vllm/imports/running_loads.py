@@ -22,8 +22,7 @@ TWIN_WAIT_SECONDS = 0.1
 
 
 class RunningLoads:
-    """From the allocation of an import's blocks to the reports of all ranks.  Scheduler's
-    thread."""
+    """Scheduler's thread."""
 
     def __init__(
         self,
@@ -40,20 +39,19 @@ class RunningLoads:
         self._clock, self._tracer = clock, tracer
         self.groups = ONE_FULL_GROUP
         self.by_id: dict[LoadId, RequestImport] = {}
-        """The imports whose loads are under way.  A request may have several: one that it was
-        preempted under lacks its report for a while."""
+        """The imports whose loads are under way.  A request may have several: the report of one
+        that it was preempted under comes later."""
         self._by_first_hash: dict[bytes, RequestImport] = {}
         """The newest of these for each hash of a first block."""
         self._attempts = count()
 
     def new_id(self, import_: RequestImport) -> LoadId:
-        """Return the id of a new load: vLLM knows an asynchronous load by its request's id, and
-        does not know the others."""
+        """Return the id of a new load: its request's if it is one that vLLM knows."""
         is_asynchronous = import_.way is Way.ASYNCHRONOUS
         return import_.request_id if is_asynchronous else next(self._attempts)
 
     def begin(self, import_: RequestImport) -> None:
-        """The load of an import will be handed to the ranks."""
+        """Count an import as under way, whose load will be handed to the ranks."""
         self.by_id[import_.load.order.load_id] = import_
         if import_.load.first_hash is not None:
             self._by_first_hash[import_.load.first_hash] = import_
@@ -70,8 +68,7 @@ class RunningLoads:
         return self._clock() - import_.waits_since < TWIN_WAIT_SECONDS
 
     def queued_seconds(self) -> float:
-        """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
-        after the other."""
+        """Estimated seconds of the copies that a new one waits for: a rank makes one at a time."""
         return sum(
             self._cache.planner.load_seconds(import_.load.order)
             for import_ in self.by_id.values()
@@ -79,8 +76,8 @@ class RunningLoads:
         )
 
     def drop(self, load_ids: Iterable[LoadId]) -> None:
-        """Forget these imports, still unfinished although all ranks have reported: something
-        failed, and requests for the same prefix must not wait for them."""
+        """Forget imports that an error has left unfinished although all ranks have reported, so
+        that no request waits for them."""
         for load_id in load_ids:
             if (import_ := self.by_id.pop(load_id, None)) is not None:
                 import_.load.bad = set(import_.load.targets)
@@ -90,8 +87,8 @@ class RunningLoads:
     def finish_at_once(
         self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
     ) -> list[RequestImport]:
-        """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
-        load counts only as a whole: its request has computed on top of all its blocks."""
+        """Finish the loads that a step waited for, which its ranks have reported.  A load counts
+        only as a whole: its request has computed on top of all its blocks."""
         results = []
         for order in loads:
             if (import_ := self.by_id.get(order.load_id)) is None:
@@ -108,8 +105,7 @@ class RunningLoads:
         return results
 
     def reported(self, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``.
-        Returns the blocks that must not be used."""
+        """Keep the ranks' reports until ``finish``; returns the blocks that must not be used."""
         bad = {block for report in reports for block in report.bad}
         for report in reports:
             if (import_ := self.by_id.get(report.load_id)) is None:
@@ -120,11 +116,11 @@ class RunningLoads:
         return bad
 
     def finish(self, request_ids: Iterable[str]) -> list[RequestImport]:
-        """All ranks have reported these requests: finish their imports."""
+        """Finish the imports of these requests, which all ranks have reported."""
         return [self._finish(name) for name in request_ids if name in self.by_id]
 
     def _finish(self, load_id: LoadId) -> RequestImport:
-        """End an import.  A rank without a report has not filled any block."""
+        """A rank without a report has not filled any block."""
         import_ = self.by_id[load_id]
         load = import_.load
         if len(load.reports) < self._num_ranks:
@@ -138,12 +134,10 @@ class RunningLoads:
         return import_
 
     def tell_tracer(self, import_: RequestImport) -> None:
-        """The import has ended, or its request before anything was allocated."""
         if self._tracer is not None and import_.trace is not None:
             self._tracer.ended(import_)
 
     def _end(self, import_: RequestImport) -> None:
-        """The load of an import is under way no more."""
         first_hash = import_.load.first_hash
         if first_hash is not None and self._by_first_hash.get(first_hash) is import_:
             del self._by_first_hash[first_hash]
@@ -151,7 +145,7 @@ class RunningLoads:
         import_.move_to(Stage.LOADED if waits else Stage.ENDED)
 
     def compute_from_now(self, request: Any) -> None:
-        """Import nothing more for this request: an import of it has lost blocks."""
+        """Import nothing more for a request that has lost blocks of an import."""
         if not request.is_finished():
             known = self._imports.setdefault(request.request_id, RequestImport(request))
             known.may_import = False
@@ -161,13 +155,13 @@ class RunningLoads:
         return {i.request_id for i in self.by_id.values() if i.way is Way.ASYNCHRONOUS}
 
     def discard_loads(self, request_ids: Iterable[str]) -> None:
-        """Finish loads that have ended and that no rank will report: they bring nothing."""
+        """Finish loads without a result, which no rank will report."""
         for request_id in request_ids:
             self._finish(request_id)
 
     def give_up(self, request: Any) -> Set[BlockId]:
-        """Nobody will report the load of this request, which is computed.  Returns the blocks that
-        the load was to fill, as far as it is known."""
+        """Finish a request's load that nobody will report; returns the blocks that it was to fill,
+        if it is known."""
         self._cache.count(LOADS_LOST)
         if request.request_id in self.by_id:
             return self._finish(request.request_id).load.bad
