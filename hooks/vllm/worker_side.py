@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.fingerprint import KERNEL_BLOCKS, TRANSPORT
 from kvshm._base.ids import Epoch, Rank
 from kvshm._base.log import logger
@@ -21,6 +22,7 @@ from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportErr
 from kvshm.halves import WEIGHTS_WRITTEN, RankHalf, RankInfo, open_rank
 from kvshm.interfaces import choose_transport
 
+from ..log_lines import HookLine
 from ..weights import WeightsUnknown
 from .call_stack import callers_with
 from .identity.fields import rank_fields
@@ -108,7 +110,7 @@ class WorkerSide:
         try:
             self._cache.end_epoch()
         except KvshmError as exc:  # the scheduler ends the epoch with the next step
-            log.warning("cannot end the epoch before new weights: %s", exc)
+            log.line(HookLine.EPOCH_NOT_ENDED, exc)
 
     def release_memory(self) -> None:
         """Stop all use of the KV cache before it is unmapped: see SleepHooks.  Loads that this ends
@@ -130,13 +132,7 @@ class WorkerSide:
     def _weights_written(self, name: str) -> None:
         """Withdraw this rank's blocks: weights were written and nobody had announced it.  The
         scheduler hears of it with the next step.  The witness's thread, or the main one."""
-        log.warning(
-            "rank %d: weights were written and nobody had announced it, found in %s: the blocks "
-            "computed so far are withdrawn, and the weights are digested anew; reset the prefix "
-            "cache after each update (docs/fingerprint.md)",
-            self._rank,
-            name,
-        )
+        log.line(HookLine.WEIGHTS_WRITTEN, self._rank, name)
         if (cache := self._cache) is not None:
             cache.withdraw()
             if (table := cache.table) is not None:
@@ -218,7 +214,7 @@ class WorkerSide:
             pass  # the epoch ended while the step was under way; the next step says so
         except (SegmentError, TransportError):  # for example no descriptors or threads
             level = logging.DEBUG if self._could_not_open else logging.WARNING
-            log.log(level, "%s (the engine serves on and tries another epoch)", cache.failed)
+            log.line(CoreLine.NOT_OPENED, cache.failed, level=level)
             self._could_not_open = True
             self._next_report().not_opened = epoch
 

@@ -4,12 +4,15 @@ once, and the engine serves on."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvshm._base.log import LogLimit
 
 pytest.importorskip("vllm")
 
@@ -48,7 +51,7 @@ def broken(*_: Any, **__: Any) -> None:
 @pytest.fixture
 def tracebacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The lines of kvshm that come with a traceback."""
-    monkeypatch.setattr(boundary, "_logged", set())
+    monkeypatch.setattr(boundary, "_log_limit", LogLimit(math.inf))
     told: list[str] = []
     make = logging.getLogRecordFactory()
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm.halves import MISS_NO_ROOM, SchedulerHalf
 
+from ...log_lines import HookLine
 from ..ranks import Ranks
 from ..vllm_scheduler import VllmScheduler
 
@@ -46,7 +47,7 @@ class HeldRequests:
         self._forgotten: dict[str, int] = {}  # by every rank; how many steps were built by then
         self._goes_on: dict[str, float] = {}  # after how many seconds it is tried again to end it
         self._looked_at = clock()
-        self._log_limit = RateLimit(clock)
+        self._log_limit = LogLimit(clock=clock)
         self._built = 0
 
     def __len__(self) -> int:
@@ -98,12 +99,8 @@ class HeldRequests:
                 self._since[name] = now + pause - LOST_SECONDS
                 if name not in ended:
                     self._goes_on[name] = 2 * pause
-            if len(ended) < len(overdue) and self._log_limit.allows("goes on"):
-                log.warning(
-                    "a load has not ended within %g s and cannot be ended: its copy goes on, and "
-                    "its request waits for it; nothing is imported until it has ended",
-                    LOST_SECONDS,
-                )
+            if len(ended) < len(overdue) and self._log_limit.allows(HookLine.LOAD_GOES_ON):
+                log.line(HookLine.LOAD_GOES_ON, LOST_SECONDS)
 
 
 def compute_lost(
@@ -123,7 +120,7 @@ def compute_lost(
             tracker.blocks_failed(bad)
     if lost:
         vllm.give_back(set(lost))
-        log.warning("loads lost: %d; no rank reported their end, and they are computed", len(lost))
+        log.line(HookLine.LOADS_LOST, len(lost))
 
 
 def compute_lost_anyway(*about: Any) -> None:
