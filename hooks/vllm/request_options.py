@@ -1,7 +1,7 @@
 """What a request asks of kvshm, and which requests may share their blocks.
 
 A client asks with ``kv_transfer_params={"kvshm": {"share": false, "report": true}}``.  A request
-whose options cannot be understood is not shared: its client may have meant ``share: false``.
+with an unknown option is not shared: its client may have meant ``share: false``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ log = logger(__name__)
 ALL, KVSHM = "kv_transfer_params", "kvshm"
 """The dict in which all connectors find their options, and kvshm's key in it."""
 EXTRA = "vllm_xargs"
-"""What a client calls the other arguments of a request, where kvshm has none."""
+"""vLLM's field for extra arguments, in which kvshm has no options."""
 MOST_KEYS = 256
-"""In that dict: all are looked at, and no connector needs as many."""
+"""In that dict; all are looked at."""
 MOST_LISTED, MOST_LOOKED_THROUGH = 16, 64
 """Of a list in it, and of all lists together."""
 OPTIONS = ("share", "report")
 """Both are true or false."""
 ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
-"""What kvshm's answers hold besides; routers send an answer on as the next request's options."""
+"""Further keys of kvshm's answers, which routers send on as the next request's options."""
 
 
 class Mistake(NamedTuple):
@@ -46,10 +46,8 @@ class Options(NamedTuple):
     """What a request asks."""
 
     share: bool = True
-    report: bool = False
-    """Whether the answer is to say where the prompt's tokens came from."""
-    mistake: Mistake | None = None
-    """What cannot be understood; then ``share`` is false."""
+    report: bool = False  # where the prompt's tokens came from, in the answer
+    mistake: Mistake | None = None  # what cannot be understood; then ``share`` is false
 
 
 _NOTHING_ASKED = Options()
@@ -71,7 +69,7 @@ def _asked(params: object, extra: dict[str, Any] | None) -> Options:
 
 
 def options_in(params: object) -> Options:
-    """What these ``kv_transfer_params`` ask.  Clients choose them, so they may hold anything."""
+    """What these ``kv_transfer_params`` ask; clients may put anything there."""
     if not isinstance(params, dict) or len(params) > MOST_KEYS:
         return Options(share=False, mistake=Mistake(ALL, params))
     for key, value in params.items():
@@ -138,24 +136,23 @@ class OptionChecks:
         self._log_limit = LogLimit(clock=clock)
 
     def check(self, request: Any) -> None:
-        """A request has arrived.  Of a session only what vLLM keeps: ``step_built`` looks at each
-        input's ``vllm_xargs``, the first one's too."""
+        """Check a request that has arrived.  Of a session only what vLLM keeps: ``step_built``
+        checks each input's ``vllm_xargs``."""
         if request.resumable:
             self._report(_asked(request.kv_transfer_params, None).mistake)
         else:
             self._report(options_of(request).mistake)
 
     def step_built(self, new: Sequence[Any], requests: Mapping[str, Any]) -> None:
-        """A step is about to be dispatched.  ``new``: what vLLM sends its workers of requests, of
-        sessions anew with each input (NewRequestData); ``requests``: vLLM's, by id."""
+        """Check the inputs of sessions in a step that is about to be dispatched.  ``new``: what
+        vLLM sends its workers (NewRequestData); ``requests``: vLLM's, by id."""
         for scheduled in new:
             if (request := requests[scheduled.req_id]).resumable:
                 self._input_begins(request)
 
     def _input_begins(self, session: Any) -> None:
-        """vLLM keeps the options of a session's first input, and puts the newest input's
-        ``sampling_params`` in the place of the last one's.  An input that is not to be shared ends
-        sharing for the rest: its tokens stand in all that follows."""
+        """Stop sharing a session with an input that is not to be shared: its tokens stand in all
+        that follows.  vLLM keeps the first input's options, and the newest ``sampling_params``."""
         extra = session.sampling_params.extra_args or {}
         before = _asked(session.kv_transfer_params, None)
         if not before.share:
@@ -175,7 +172,7 @@ class OptionChecks:
 
 
 def explain(mistake: Mistake) -> str:
-    """Return what to log of an option that cannot be understood: option, value and remedy."""
+    """Return what to log of a mistake: option, value and remedy."""
     option, value = mistake
     shown = f"{_shown(option)}: {_shown(value)}"
     if option in OPTIONS and isinstance(value, bool):
@@ -201,8 +198,7 @@ def _text(key: object) -> str:
 
 @lru_cache(maxsize=16 * MOST_KEYS)  # else a few odd requests in turns cost milliseconds each
 def _means_kvshm(key: str) -> bool:
-    """Whether a key that is not kvshm's was meant to be, or is one of its options that stands
-    beside it."""
+    """Whether a key was meant to be kvshm's, or one of its options."""
     return _names_kvshm(key) or _letters(key) in OPTIONS
 
 
