@@ -1,10 +1,9 @@
 """Which statements of a module decide what a name stands for.
 
 A dotted name, ``Class.method``, stands for what its class has.  Statements count that bind the name
-in its scope, each with the conditions under which it runs: definitions, assignments, imports,
-``del``, targets of loops and the like.  So do those that may change what is bound: an assignment to
-an attribute (``Class.method = ...``), and calls and decorators that are handed it
-(``patch(Class)``).  Of what functions do when they are called, only ``global`` counts.  Pure.
+in its scope, each with the conditions under which it runs, and those that may change what is bound:
+``Class.method = ...``, calls and decorators that are handed it (``patch(Class)``).  Of what
+functions do when they are called, only ``global`` counts.  Pure.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ class Binding(NamedTuple):
 
     names: frozenset[str]
     """``name.attribute`` for an attribute that it sets, ``name.*`` if it may set any; ``*``."""
-    under: tuple[Condition, ...]
-    """The conditions under which it runs, the outermost first."""
+    under: tuple[Condition, ...]  # the conditions under which it runs, the outermost first
     node: ast.AST
 
     def binds(self, path: list[str]) -> bool:
-        """Whether it may give something to the dotted name of these parts, and not only change
-        what has been given."""
+        """Whether it may bind the dotted name of these parts, and not only change what is bound."""
         if self.names & {".".join(path[:2]), ANY}:
             return True
         is_function = isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -61,8 +58,7 @@ class Scope:
 
     @classmethod
     def of_module(cls, text: str) -> Scope:
-        """Parse a module.  Raises SyntaxError, and RecursionError and MemoryError for what is
-        nested too deeply; for a NUL byte ValueError up to Python 3.11.3."""
+        """Parse a module.  Raises as ``Source.whole_digests``."""
         tree = ast.parse(text)
         # Looked for first: walking through all functions takes long.
         declared = _declared_global(tree) if _GLOBAL.search(text) else ()
@@ -75,8 +71,7 @@ class Scope:
         return self._inner[node]
 
     def bindings(self, path: list[str]) -> Iterator[Binding]:
-        """Yield what concerns the dotted name of these parts: its class's definition, if it is
-        one of a class, and what ``of_class`` has of the rest."""
+        """Yield what concerns the dotted name of these parts, also the definition of its class."""
         root = path[0]
         wanted = {root, ANY, f"{root}.{ANY}", ".".join(path[:2])}
         for number in sorted({*self._by_root.get(root, ()), *self._by_root.get(ANY, ())}):
@@ -214,6 +209,6 @@ def _changed_by_call(node: ast.Call) -> Iterator[str]:
         yield from filter(None, [_changed(changed)])
     else:
         for one in handed:
-            given = one.value if isinstance(one, ast.Starred) else one
-            if isinstance(given, ast.Name):
-                yield f"{given.id}.{ANY}"
+            argument = one.value if isinstance(one, ast.Starred) else one
+            if isinstance(argument, ast.Name):
+                yield f"{argument.id}.{ANY}"

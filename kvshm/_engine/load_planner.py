@@ -215,8 +215,8 @@ class LoadPlanner:
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         table.counters.add(c.LEASE_LOST, len(targets) - leased)
-        length = leased if self.search.groups.one_full else plan.length
-        if leased < len(targets) and not self.search.groups.one_full:
+        length = leased if self.search.groups.is_single_full_attention else plan.length
+        if leased < len(targets) and not self.search.groups.is_single_full_attention:
             _give_back(plan, bit, pieces)
             pieces, leased = (), 0
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
@@ -276,7 +276,7 @@ class LoadPlanner:
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
         if epoch is None or epoch.table.epoch != load.epoch:
             bad.update(targets)
-        failed, one_full = bool(bad) or not load.pieces, self.search.groups.one_full
+        failed, one_full = bool(bad) or not load.pieces, self.search.groups.is_single_full_attention
         if failed and not one_full:
             bad.update(targets)
         good = [target not in bad for target in targets]

@@ -155,7 +155,7 @@ class Node:
         finished = self.end_some(report)
         names = [part.request.request_id for part in parts]
         lost = [one for one in report.loads if one.load_id in finished and one.bad]
-        one_full = self.groups.one_full
+        one_full = self.groups.is_single_full_attention
         output = KVConnectorOutput(
             finished_recving=finished or None,
             kv_connector_worker_meta=as_told(report),

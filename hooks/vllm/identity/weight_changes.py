@@ -1,4 +1,4 @@
-"""What is said and counted of weights that may have changed."""
+"""Logs and counts changes of weights."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class WeightChanges:
         """What the next epoch is to record."""
 
     def called(self, call: str) -> None:
-        """Somebody calls the ranks, and the call may write weights."""
+        """Log a call of the ranks that may write weights, once."""
         if self._log_limit.allows(HookLine.CALL_MAY_WRITE, call):
             log.line(HookLine.CALL_MAY_WRITE, call)
 
-    def told(self, report: RankReport) -> None:
-        """Ranks have found that parameters were written, or have unmapped memory that others still
-        mapped."""
+    def reported(self, report: RankReport) -> None:
+        """Note what ranks found written, and how many unmapped memory that others still mapped."""
         self._mapped += report.still_mapped
         written = report.written
         self._written += len(written)
