@@ -25,8 +25,8 @@ from .chains import find_chains
 from .node.mapped import MappedEngine, slots_in_use
 from .node.reader import NodeReader
 from .node.reading import read_header
+from .output import Json
 
-Json = dict[str, Any]
 TAG_BYTES = 8
 _Held = Mapping[Epoch, Mapping[int, Slot]]
 """Slots in use, by epoch of the engine and block id."""

@@ -268,7 +268,7 @@ class Index(Subject):
 def dump(run_dir: Path) -> None:
     """The dump, as people and as programs read it, and the check."""
     report = build_report(run_dir, None, Filters(entries=True))
-    render(report, everything=True)
+    list(render(report, everything=True))
     json.dumps(report)
     check_once(run_dir, None)
 

@@ -16,7 +16,7 @@ from kvshm._base.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm.tools import cli
 from kvshm.tools.node.reading import EngineReading
-from kvshm.tools.plain_text import clean
+from kvshm.tools.output import clean
 from kvshm.tools.top import wording
 from kvshm.tools.top.frame import frame
 from kvshm.tools.top.rates import measure
