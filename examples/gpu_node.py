@@ -38,7 +38,7 @@ def own_socket() -> Path:
 
 
 def hand_out(table: OwnSlotTable) -> HandoutServer:
-    """Give a table to each process that asks, until the server is closed."""
+    """Give a table to whoever asks, until the server is closed."""
     path = engine_socket(shared_directory(), NAMESPACE, table.epoch)
     return HandoutServer(path, lambda asked: table.descriptor(asked.writable))
 
