@@ -21,6 +21,7 @@ from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportErr
 from kvshm.halves import (
     POLL_SECONDS,
     WEIGHTS_WRITTEN,
+    ErrorCode,
     LoadOrder,
     LoadReport,
     RankHalf,
@@ -161,7 +162,8 @@ class WorkerSide:
             if (table := cache.table) is not None:
                 with suppress(KvshmError, ValueError):  # its epoch has just ended
                     table.counters.add(WEIGHTS_WRITTEN)
-                    table.log_error(f"rank {self._rank}: weights written: {name}")
+                    text = f"rank {self._rank}: weights written: {name}"
+                    table.log_error(text, code=ErrorCode.WEIGHTS_WRITTEN)
 
     def _memory(self, placement: Placement) -> Any:
         """Return the memory of the KV cache.  Raises TransportError if it cannot be shared."""

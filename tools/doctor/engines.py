@@ -84,7 +84,7 @@ def fingerprints(seen: Evidence) -> Finding:
             if other.model != engine.model:
                 continue
             for error in engine.errors:
-                if differing_field(error.text, other.name) is not None:
+                if differing_field(error, other.name) is not None:
                     pair = frozenset((space.name, engine.name, other.name))
                     told.setdefault(pair, f"{engine.label}: {error.text}")
     good = "no engine differs from another one of its model"

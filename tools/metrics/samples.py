@@ -197,5 +197,5 @@ def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[s
     for other in space.engines:
         ended = other.owner_died or other.retired
         if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:
-            logged = (differing_field(e.text, other.name) for e in reversed(engine.errors))
+            logged = (differing_field(e, other.name) for e in reversed(engine.errors))
             yield other.label, next(filter(None, logged), "")

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvshm._node.incompatible import NO_BIT, REFUSED, differing_field
+from kvshm._node.incompatible import differing_field
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.progress import SCHEDULER_LOOP, Progress
 
 from .reading import EngineReading, NamespaceReading, NodeReading
@@ -152,7 +153,7 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[str
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
         yield f"ranks that have not opened the epoch: {ranks}"
     if space.coordinated and not engine.joined:
-        refusals = (e.text for e in reversed(engine.errors) if e.text.startswith(REFUSED))
+        refusals = (e.text for e in reversed(engine.errors) if e.code is ErrorCode.REFUSED)
         why = next(refusals, "")
         yield "it is not in the coordinator's roster" + (f": {why}" if why else "")
 
@@ -178,7 +179,7 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
     if not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
     for error in reversed(engine.errors):
-        if any(differing_field(error.text, name) for name in alike):
+        if any(differing_field(error, name) for name in alike):
             yield f"{ALONE} here: {error.text}"
             return
 
@@ -188,8 +189,9 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
     if held > limits.load:
         yield f"a load holds its leases for {held:.0f} s"
-    if engine.joined and engine.lease_bit is None and any(e.text == NO_BIT for e in engine.errors):
-        yield NO_BIT
+    lacking = [e.text for e in engine.errors if e.code is ErrorCode.NO_LEASE_BIT]
+    if engine.joined and engine.lease_bit is None:
+        yield from lacking[:1]
     if engine.counters["mismatched"]:
         yield f"{engine.counters['mismatched']} copied blocks differed from what was published"
 
