@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvshm.config import Config
-from kvshm.halves import HOOK_ERRORS, SchedulerHalf
+from kvshm.halves import HOOK_ERRORS, ErrorCode, SchedulerHalf
 
 from .descriptions import RankDescriptions
 from .identity.fields import with_none_hash
@@ -82,7 +82,7 @@ class Epochs:
         """Share nothing until the engine is started again: a hook failed, so nothing guards the
         published blocks any more."""
         self._cache.count(HOOK_ERRORS)
-        self._cache.log_error(error)
+        self._cache.log_error(error, ErrorCode.HOOK_FAILED)
         self.off, self.descriptions.wanted = True, False
         self._end()
         self._cache.record_declined(f"kvshm is off until the engine is restarted: {error}")

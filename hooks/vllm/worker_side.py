@@ -19,7 +19,7 @@ from kvshm._base.ids import Epoch, Rank
 from kvshm._base.log import logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
-from kvshm.halves import WEIGHTS_WRITTEN, RankHalf, RankInfo, open_rank
+from kvshm.halves import WEIGHTS_WRITTEN, ErrorCode, RankHalf, RankInfo, open_rank
 from kvshm.interfaces import SupportsAdopt, TransportClass, choose_transport
 
 from ..log_lines import HookLine
@@ -138,7 +138,8 @@ class WorkerSide:
             if (table := cache.table) is not None:
                 with suppress(KvshmError, ValueError):  # its epoch has just ended
                     table.counters.add(WEIGHTS_WRITTEN)
-                    table.log_error(f"rank {self._rank}: weights written: {name}")
+                    text = f"rank {self._rank}: weights written: {name}"
+                    table.log_error(text, code=ErrorCode.WEIGHTS_WRITTEN)
 
     def handshake(self) -> RankDescription | None:
         """Describe this rank at the start.  None later: when the KV cache wakes up the weights may

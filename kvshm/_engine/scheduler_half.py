@@ -29,6 +29,7 @@ from kvshm._base.timing import RetryPause
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.fds import is_served
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.statistics import HOOKS
@@ -269,8 +270,8 @@ class SchedulerHalf:
         told = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
         record_declined(self._config.run_dir, self._config.namespace, told)
 
-    def log_error(self, text: str) -> None:
+    def log_error(self, text: str, code: ErrorCode = ErrorCode.OTHER) -> None:
         """Record an error in the own slot table, where ``kvshm dump`` shows it.
         Any thread."""
         if (state := self.epoch_state) is not None:
-            state.table.log_error(text)
+            state.table.log_error(text, code=code)

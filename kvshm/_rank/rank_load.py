@@ -28,6 +28,7 @@ from kvshm._engine.load_plan import (
     Piece,
     PieceFailure,
 )
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.layout import RECORD_BYTES, block_ids
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm._shm.statistics import (
@@ -359,7 +360,8 @@ class RankLoad:
             log.line(line, *full, *about, exc_info=_unforeseen(about))
         with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:
-                self._table.log_error(str(line.fill(*short, *about)))
+                text = str(line.fill(*short, *about))
+                self._table.log_error(text, code=ErrorCode.LOAD_FAILED)
 
 
 def _unforeseen(about: Iterable[object]) -> Exception | None:

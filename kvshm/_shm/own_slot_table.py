@@ -18,6 +18,7 @@ from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, R
 from kvshm.errors import SegmentError
 
 from .counters import Counters
+from .error_log import ErrorCode
 from .histograms import Histograms
 from .layout import (
     CREATED_OFFSET,
@@ -136,9 +137,10 @@ class EngineSlotTable(SlotTableView):
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
 
-    def log_error(self, text: str) -> None:
-        """Record an error for tools, which can read it even after this process has ended."""
-        self._errors.add(text, self._clock())
+    def log_error(self, *about: str, code: ErrorCode = ErrorCode.OTHER) -> None:
+        """Record an error for tools, which can read it even after this process has ended.
+        ``about``: what the places of the code's text stand for."""
+        self._errors.add(code, about, self._clock())
 
     def close(self) -> None:
         self._pulse = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvshm._base.log import LogLimit, logger
-from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, SchedulerHalf
+from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
 
 from ...log_lines import HookLine
 from ..messages import RankReport
@@ -45,5 +45,5 @@ class WeightChanges:
         if self._mapped:
             self._cache.count(STILL_MAPPED, self._mapped)
         for text in self._found:
-            self._cache.log_error(text)
+            self._cache.log_error(text, ErrorCode.WEIGHTS_WRITTEN)
         self._found.clear()
