@@ -36,7 +36,7 @@ from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
 from .export import FABRIC, FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
 from .mappings import PeerMapping, PeerMappings
 from .probe import Prober, upload
-from .vmm import DescriptorServer
+from .vmm import MemoryServer
 
 _log = logger(__name__)
 
@@ -92,7 +92,7 @@ class CudaIpcTransport(OwnCache):
         self._lock = threading.Lock()
         self._closer = JobThread("kvshm-unmap", self.driver.enter_thread)
         self._probe: Probe | None = None
-        self._server: DescriptorServer | None = None
+        self._server: MemoryServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
@@ -138,7 +138,7 @@ class CudaIpcTransport(OwnCache):
                 _exports.pop(self._details.export_id, None)
             if self._probe is not None:
                 self._probe.set_epoch(0)
-        return lambda: 0 if server is None else server.mapped
+        return lambda: 0 if server is None else server.connections
 
     def fence(self) -> Callable[[], bool]:
         """Return a function that tells, without blocking, whether all present work on the compute
@@ -161,7 +161,7 @@ class CudaIpcTransport(OwnCache):
                 own = [*(m.address for m in self.memory), self._probe.address]
                 told = zip(own, (*memories, probe), strict=True)
                 addresses = [at if memory.kind == FD else 0 for at, memory in told]
-                self._server = DescriptorServer(self.driver, self._socket_path, addresses)
+                self._server = MemoryServer(self.driver, self._socket_path, addresses)
             self._server.export_id = export_id
         return CudaDetails(
             self.driver.process, export_id, self.driver.uuid, memories, probe,
