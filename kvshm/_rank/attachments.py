@@ -301,7 +301,7 @@ class Tidying:
         self._failed = False
 
     def go_on(self, in_use: Callable[[], Collection[Epoch]]) -> None:
-        """Tidy if it is due; the peers that are ``in_use`` stay.  On the load thread.  Never raises:
+        """Tidy if it is due; the peers ``in_use`` stay.  On the load thread.  Never raises:
         without this thread every later load would wait for ever."""
         now = self._clock()
         if now < self._due_at:

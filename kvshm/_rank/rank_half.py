@@ -274,8 +274,8 @@ class RankHalf:
                 self.end_epoch()
                 raise MemoryInUse(
                     f"rank {self._attachments.rank}: a copy from another engine's cache has not "
-                    f"ended {STUCK_SECONDS:g} s after it was cancelled and may still write into this "
-                    "one's: the engine cannot go on"
+                    f"ended {STUCK_SECONDS:g} s after it was cancelled and may still write into "
+                    "this one's: the engine cannot go on"
                 )
             time.sleep(STEP_POLL_SECONDS)
 
