@@ -207,7 +207,7 @@ def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> N
     other.heard("engine_suspected", epoch=epoch)
     assert leases(held) == 1 << stopped.joined()["bit"]
     assert table.is_alive(Rank(0))
-    assert node.handouts.table_from_coordinator(epoch).epoch == epoch, "which answers for it"
+    assert node.segments.table_from_coordinator(epoch).epoch == epoch, "which answers for it"
     stopped.process.signal(signal.SIGCONT)
     other.heard("engine_recovered", epoch=epoch)
     assert leases(held) == 1 << stopped.joined()["bit"]

@@ -60,7 +60,7 @@ def clock() -> Clock:
 @pytest.fixture
 def peers(served: ServedNode, clock: Clock) -> Iterator[Peers]:
     """What an engine of epoch OWN_EPOCH knows, sound when the test ends."""
-    peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
+    peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments, clock=clock)
     yield peers
     if not peers._closed:
         assert replicas.wrong_in(peers.replica) == []

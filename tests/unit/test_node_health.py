@@ -9,7 +9,7 @@ import pytest
 
 from kvshm._base.ids import Epoch
 from kvshm._shm.error_log import ErrorCode, LoggedError
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import LoopProgress
 from kvshm.tools.node.health import (
     CANNOT_TELL,
     Code,
@@ -45,9 +45,9 @@ ENGINE = EngineReading(
     histograms={},
     traffic=(),
     progress=(
-        Progress("scheduler", 0, 0, idles=True),
-        Progress("client", 0, NOW, idles=False),
-        Progress("loads of rank 0", 0, NOW, idles=False),
+        LoopProgress("scheduler", 0, 0, idles=True),
+        LoopProgress("client", 0, NOW, idles=False),
+        LoopProgress("loads of rank 0", 0, NOW, idles=False),
     ),
     coordinator_ns=NOW,
     loads_since=(),
@@ -81,10 +81,10 @@ def codes(space: NamespaceReading = SPACE, **changed: Any) -> list[Code]:
     return [reason.code for reason in health.reasons]
 
 
-def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
+def with_loop(loop: str, pending: int, rested: float) -> tuple[LoopProgress, ...]:
     """The engine's loops, of which this one went round so many seconds ago."""
     return tuple(
-        Progress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
+        LoopProgress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress
     )
 
@@ -129,8 +129,11 @@ def test_an_engine_without_a_lease_bit_is_degraded() -> None:
         ({"owner_died": True}, Code.ENDED),
         ({"died": True}, Code.RANK_ENDED),
         ({"answers": False}, Code.SILENT),
-        ({"progress": (Progress("scheduler", 1, NOW - 61 * 10**9, True),)}, Code.SCHEDULER_STALLED),
-        ({"progress": (Progress("client", 1, NOW - 61 * 10**9, False),)}, Code.LOOP_STALLED),
+        (
+            {"progress": (LoopProgress("scheduler", 1, NOW - 61 * 10**9, True),)},
+            Code.SCHEDULER_STALLED,
+        ),
+        ({"progress": (LoopProgress("client", 1, NOW - 61 * 10**9, False),)}, Code.LOOP_STALLED),
         ({"retired": True}, Code.EPOCH_ENDED),
         ({"life": (True, False)}, Code.NOT_OPENED),
         ({"joined": False}, Code.NOT_JOINED),

@@ -300,7 +300,7 @@ def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> 
 def small(served: ServedNode, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     """Peers whose replica has room for seven blocks."""
     monkeypatch.setattr("kvshm._node.peers.INITIAL_CAPACITY", 8)
-    peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
+    peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments, clock=clock)
     yield peers
     peers.close()
 

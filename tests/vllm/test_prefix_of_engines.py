@@ -54,7 +54,7 @@ class Engines:
         self.node, self.groups = node, node.groups
         self.table = served.serve("me", OWN_EPOCH, NUM_BLOCKS).table
         self.table.set_life(Rank(0))
-        self.peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts)
+        self.peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments)
         self.others = [Exporter(served, epoch, f"e{epoch}") for epoch in (1, 2)]
         for other in self.others:
             self.peers.joined(other.info)

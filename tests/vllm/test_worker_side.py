@@ -64,7 +64,7 @@ def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     side._report, side._attached = RankReport(0), frozenset()
     side._rank, side._weights = Rank(0), RankWeights(3600, side._weights_written)
     side._could_not_open = False
-    side._cache = RankHalf(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
+    side._cache = RankHalf(Unexportable(), Rank(0), engines.segments)  # type: ignore[arg-type]
     side.loads = RankLoads(side._cache, side._next_report, by_block=True)
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None

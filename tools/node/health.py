@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
-from kvshm._shm.progress import SCHEDULER_LOOP, Progress
+from kvshm._shm.progress import SCHEDULER_LOOP, LoopProgress
 
 from .logged import difference, last_refusal, missing_lease_bit
 from .reading import EngineReading, NamespaceReading, NodeReading
@@ -305,7 +305,7 @@ def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[Rea
             )
 
 
-def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
+def _is_stalled(loop: LoopProgress, rested: float, limits: Limits) -> bool:
     if loop.idles and not loop.pending:
         return False
     return rested > (limits.scheduler if loop.idles else limits.loop)
