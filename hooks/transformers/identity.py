@@ -17,7 +17,7 @@ from .parts import config_words, words_of
 
 
 def identity_of(model: Any, cb_config: Any) -> Identity:
-    """Return who the engine is that serves ``model`` with these settings of its manager.
+    """Return the identity of an engine that serves ``model`` with these settings of its manager.
 
     Reads all weights, above 1 GB/s on one core.  Raises WeightsUnknown and CannotCompareError.
     """
@@ -61,9 +61,7 @@ def _switches() -> str:
 def _matmul_precision() -> str:
     """The precision of products of float32, by both of torch's interfaces."""
     mkldnn = torch.backends.mkldnn
-    both = (
-        f"{torch.backends.fp32_precision} {mkldnn.fp32_precision} {mkldnn.matmul.fp32_precision}"
-    )
+    both = f"{torch.backends.fp32_precision} {mkldnn.fp32_precision} {mkldnn.matmul.fp32_precision}"
     try:
         return f"{torch.get_float32_matmul_precision()} {both}"
     except RuntimeError:  # the other interface has set what this one does not have
