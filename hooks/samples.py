@@ -70,7 +70,7 @@ class Samples:
                 for _, alike in groupby(tensors, _kind)
                 for chosen in _in_parts(list(alike))
             ]
-            self.parts += [_Part(one, random) for one in alone]
+            self.parts += [_Part(single, random) for single in alone]
         self._row = self._next = 0
 
     def digested(self, digests: dict[object, bytes]) -> None:
@@ -198,7 +198,7 @@ def _rows_of(tensor: torch.Tensor, start: float) -> Rows:
     size = words.numel()
     apart = (size // PER_LOOK - 1) | 1 if size > 4 * PER_LOOK else 1
     while (apart + size % apart) * PER_LOOK > size and apart > 1:
-        apart -= 2  # until the rows' begins, ``width`` below, lie within a 64th of the tensor
+        apart -= 2  # until the rows' starts, ``width`` below, lie within a 64th of the tensor
     per = size // apart
     # The rows begin evenly over what the first place leaves of the tensor for the last one.
     width = size - (per - 1) * apart

@@ -17,7 +17,7 @@ from .parts import config_words, words_of
 
 
 def identity_of(model: Any, cb_config: Any) -> Identity:
-    """Return who the engine is that serves ``model`` with these settings of its manager.
+    """Return the identity of an engine that serves ``model`` with these settings of its manager.
 
     Reads all weights, above 1 GB/s on one core.  Raises WeightsUnknown and CannotCompareError.
     """

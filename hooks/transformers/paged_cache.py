@@ -25,7 +25,7 @@ from .shared_prefixes import SharedPrefixes
 
 
 class SharedLedger(BlockLedger):
-    """A ledger that says so before it forgets what stands in a block."""
+    """A ledger that calls ``forgetting`` before it forgets what stands in blocks."""
 
     def __init__(self, forgetting: Callable[[Sequence[int]], None]) -> None:
         super().__init__()

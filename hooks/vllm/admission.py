@@ -187,7 +187,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
     own = tested_as(version, tested)
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
-    if own is not None and (gone := [one.file for one in found.different if not one.name]):
+    if own is not None and (gone := [each.file for each in found.different if not each.name]):
         return Admission(
             f"this vLLM {dotted(version)} is incomplete, without "
             f"{_some([f'vllm/{file}' for file in gone])}: install vLLM again"

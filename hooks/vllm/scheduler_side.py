@@ -35,9 +35,10 @@ from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .ranks import Ranks
 from .request_options import OptionChecks
+from .roles import engine_transfer, log_role, scheduler_limits
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
+from .vllm_scheduler import VllmScheduler
 
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""

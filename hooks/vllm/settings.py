@@ -14,7 +14,7 @@ from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
 from .rank_calls import WRITING
-from .vllm_scheduler import engine_transfer, kv_role_limit
+from .roles import engine_transfer, kv_role_limit
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -107,8 +107,8 @@ def _of_statements(body: Iterable[ast.stmt], under: tuple[Condition, ...]) -> It
             yield from _of_import(node, under)
         elif branches := [*_branches(node)]:
             for (kind, deciding), statements in branches:
-                for one in deciding:
-                    yield from _of_expression(one, under)
+                for expression in deciding:
+                    yield from _of_expression(expression, under)
                 yield from _of_statements(statements, (*under, (kind, deciding)))
         else:
             yield from _of_expression(node, under)
@@ -121,9 +121,10 @@ def _of_definition(node: Definition, under: tuple[Condition, ...]) -> Iterator[B
             yield Binding(frozenset({root}), under, decorator)  # @name.register
     yield Binding(frozenset({node.name}), under, node)
     head = [*node.bases, *node.keywords] if isinstance(node, ast.ClassDef) else [node.args]
-    for one in (inner for part in head for inner in ast.walk(part)):
-        if isinstance(one, ast.NamedExpr):
-            yield from _of_expression(one.target, under)
+    for part in head:
+        for inner in ast.walk(part):
+            if isinstance(inner, ast.NamedExpr):
+                yield from _of_expression(inner.target, under)
 
 
 def _of_import(
@@ -156,12 +157,12 @@ def _branches(node: ast.stmt) -> Iterator[tuple[Condition, list[ast.stmt]]]:
             guard = () if case.guard is None else (case.guard,)
             yield (kind, (node.subject, case.pattern, *guard)), case.body
     elif isinstance(node, ast.Try | ast.TryStar):
-        caught = (*(one.type for one in node.handlers if one.type is not None),)
+        caught = (*(handler.type for handler in node.handlers if handler.type is not None),)
         yield (kind, caught), node.body
-        for one in node.handlers:
+        for handler in node.handlers:
             # The handler's own statements are not what decides.
-            head = ast.copy_location(ast.ExceptHandler(one.type, one.name, []), one)
-            yield (f"{kind} except", (head,)), one.body
+            head = ast.copy_location(ast.ExceptHandler(handler.type, handler.name, []), handler)
+            yield (f"{kind} except", (head,)), handler.body
         yield (f"{kind} else", caught), node.orelse
         yield (f"{kind} finally", ()), node.finalbody
 
@@ -208,7 +209,8 @@ def _changed_by_call(node: ast.Call) -> Iterator[str]:
         changed = ast.Attribute(handed[0], str(handed[1].value), ast.Store())
         yield from filter(None, [_changed(changed)])
     else:
-        for one in handed:
-            argument = one.value if isinstance(one, ast.Starred) else one
+        for argument in handed:
+            if isinstance(argument, ast.Starred):
+                argument = argument.value
             if isinstance(argument, ast.Name):
                 yield f"{argument.id}.{ANY}"

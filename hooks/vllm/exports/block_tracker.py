@@ -139,8 +139,8 @@ class BlockTracker:
         runs: CompletedRuns = []
         if not self.expecting:
             return runs
-        args = self._block_size, self._epochs, self._drafts
-        for tracked, first, end in touching(self._requests, scheduled, *args):
+        size, epochs, drafts = self._block_size, self._epochs, self._drafts
+        for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
             if completed := self._writes(number, tracked, first, end):
                 shared = self._may_share(tracked.request)
                 runs += [(shared, run) for run in completed]

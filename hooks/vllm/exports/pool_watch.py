@@ -57,10 +57,10 @@ def cached_counts(manager: Any, num_groups: int) -> list[Mapping[str, int]]:
 
 def _by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
-    found = [getattr(one, name, None) for one in managers]
-    if len(found) != num_groups or not all(isinstance(one, dict) for one in found):
+    tables = [getattr(each, name, None) for each in managers]
+    if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
         raise PoolChanged(f"the block manager of this vLLM has no {name}")
-    return found
+    return tables
 
 
 def watch_pool(

@@ -63,7 +63,7 @@ def rank_fields(
     it reads all weights once.  Raises WeightsUnknown."""
     model, dtype = models[0], vllm_config.model_config.dtype
     return {
-        names.WEIGHTS: " draft ".join(weights_digest(one, each, dtype) for one in models),
+        names.WEIGHTS: " draft ".join(weights_digest(model, each, dtype) for model in models),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),

@@ -110,9 +110,11 @@ def _overlap(regions: list[Region]) -> str | None:
     """Groups lie over each other, in equal regions: if regions overlap in part, the copy of a block
     would write to another block."""
     ordered = sorted(regions, key=lambda region: region.offset)
-    for one, other in pairwise(ordered):
-        if other.offset < one.offset + one.stride * one.num_blocks:
-            return f"the KV cache groups divide the memory of a block differently: {one}, {other}"
+    for region, behind in pairwise(ordered):
+        if behind.offset < region.offset + region.stride * region.num_blocks:
+            return (
+                f"the KV cache groups divide the memory of a block differently: {region}, {behind}"
+            )
     return None
 
 
