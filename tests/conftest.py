@@ -18,7 +18,7 @@ from .multiprocess.terminals import tmux_is_missing
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
-CHEAP = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu")
+CHEAP = ("unit", "core", "conformance", "model", "benchmarks", "multiprocess", "packaging", "gpu")
 ORDER = (*CHEAP, "transformers", "vllm")
 """Folders by what their tests cost; single files of tests/ come before the last one."""
 
