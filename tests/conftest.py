@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def own_line_limit() -> None:
     """Lines that an earlier test logged in this process must not silence those of this one."""
     LINE_LIMIT.reset()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A run directory with a short path, because sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")
