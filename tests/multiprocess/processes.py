@@ -26,6 +26,7 @@ from typing import IO
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_sockets
 from kvshm._node.segment_server import SegmentClient
+from kvshm._shm.slot_table import SlotTableView
 
 from ..sessions import new_namespace
 
@@ -35,6 +36,14 @@ import reaper
 PATIENCE_SECONDS = 100.0
 """How long a test waits for what must happen; never a statement about speed.  Longer than a
 quarantine (30 s), and enough on a machine with a tenth of its cores."""
+
+
+def leases(table: SlotTableView) -> int:
+    """All lease bits set anywhere in a table."""
+    held = 0
+    for slot in table.slots():
+        held |= slot.leases
+    return held
 
 
 class Lines:

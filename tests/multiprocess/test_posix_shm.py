@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -123,14 +121,7 @@ class Exporter:
 
 
 @pytest.fixture
-def run_dir() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="kv-")
-    yield directory
-    shutil.rmtree(directory)
-
-
-@pytest.fixture
-def exporter(run_dir: str) -> Iterator[Exporter]:
+def exporter(run_dir: Path) -> Iterator[Exporter]:
     started = Exporter(f"{run_dir}/exporter")
     yield started
     with started.process as process:
@@ -138,7 +129,7 @@ def exporter(run_dir: str) -> Iterator[Exporter]:
 
 
 @pytest.fixture
-def importer(run_dir: str) -> Iterator[PosixShmTransport]:
+def importer(run_dir: Path) -> Iterator[PosixShmTransport]:
     memory = KVMemory.create(BLOCK * COUNT)
     transport = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/importer")
     yield transport

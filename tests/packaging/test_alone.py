@@ -16,7 +16,7 @@ from .conftest import Run
 TEST_REQUIREMENTS = (
     "hypothesis>=6.100",
     "msgpack>=1.1",
-    "pytest>=8.3",
+    "pytest>=9.2",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.8",
 )
@@ -43,12 +43,7 @@ FOLDERS = {
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_log_lines.py": "looks at the sources for the lines they log",
         "test_operations_docs.py": "looks at the sources for the reasons they give",
-        "test_gpu_suite.py": "looks at the tree: benchmarks/",
-        "test_gpu_mps.py": "looks at the tree: benchmarks/",
-        "test_gpu_vllm_parts.py": "looks at the tree: benchmarks/",
-        "test_gpu_vllm_runs.py": "looks at the tree: benchmarks/",
         "test_vllm_facts.py": "looks at the tree: docs/vllm-facts.toml, and what it names",
-        "test_native.py::test_the_core_knows_no_python": "looks at the C sources",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
         "test_layout_docs.py": "compares a page and a C header with the layout",
         "test_layout_drawings.py": "compares a page with the layout",

@@ -10,15 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvshm._base.ids import BlockHash, BlockId, Generation
 from kvshm._node.peers import Peers
 from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, pack_records
 
 from ..sessions import new_namespace
 from . import dumps, replicas
 from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
 from .fd_serving import path, serve
-from .served import ServedNode
+from .served import AnyTable, ServedNode
 
 __all__ = ["path", "serve"]
 
@@ -50,6 +52,13 @@ def replica(namespace: str) -> Iterator[Replica]:
 @pytest.fixture
 def row(replica: Replica) -> int:
     return replica.add_row(1, "a", 4096, 0)
+
+
+@pytest.fixture
+def held(table: AnyTable) -> bytes:
+    """The record of block 0, published."""
+    record = BlockRecord(BlockHash(b"h" * 32), BlockId(0), Generation(0), 0)
+    return table.publish(pack_records([record]), bytes(8))
 
 
 @pytest.fixture

@@ -153,17 +153,18 @@ def test_an_incompatible_engine_is_named_with_what_differs() -> None:
 NAMES = ("a", "a: model is b", 'a"', "a\\", '"a": model is', "a:", "model is", "\n", "模 型")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_no_part_of_what_is_read_from_an_entry(name: str) -> None:
+def test_a_name_is_no_part_of_what_is_read_from_an_entry(subtests: pytest.Subtests) -> None:
     """Engines choose their names."""
-    entry = logged(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
-    assert incompatible.differing_field(entry, name) == "dtype"
-    for other in set(NAMES) - {name}:
-        assert incompatible.differing_field(entry, other) is None
-    assert incompatible.differing_field(entry._replace(code=ErrorCode.OTHER), name) is None
-    torn = entry._replace(about=entry.about[:1])
-    assert incompatible.differing_field(torn, name) == ""
-    assert entry.text.isprintable()
+    for name in NAMES:
+        with subtests.test(name=name):
+            entry = logged(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
+            assert incompatible.differing_field(entry, name) == "dtype"
+            for other in set(NAMES) - {name}:
+                assert incompatible.differing_field(entry, other) is None
+            assert incompatible.differing_field(entry._replace(code=ErrorCode.OTHER), name) is None
+            torn = entry._replace(about=entry.about[:1])
+            assert incompatible.differing_field(torn, name) == ""
+            assert entry.text.isprintable()
 
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
@@ -176,20 +177,19 @@ def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
     assert str(incompatible.log_line(endless)).endswith("...")
 
 
-@pytest.mark.parametrize("same", [0, 5, 90])
-@pytest.mark.parametrize("others", [0, 40])
-@pytest.mark.parametrize("name", ["vllm-4194304", "n" * 64])
-def test_a_note_fits_the_error_log_and_shows_where_values_differ(
-    name: str, others: int, same: int
-) -> None:
-    ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
-    differing = {"batch_invariant": (ours, theirs)}
-    differing |= {f"field{i}": ("1", "2") for i in range(others)}
-    text = recorded(IncompatibleEngine(name, 4194304, differing))
-    assert len(text) <= TEXT_BYTES
-    if len(name) < 20:
-        assert "1 here, " in text
-        assert "2 there" in text
+def test_a_note_fits_the_error_log_and_shows_where_values_differ(subtests: pytest.Subtests) -> None:
+    for name in ["vllm-4194304", "n" * 64]:
+        for others in [0, 40]:
+            for same in [0, 5, 90]:
+                with subtests.test(name=name, others=others, same=same):
+                    ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
+                    differing = {"batch_invariant": (ours, theirs)}
+                    differing |= {f"field{i}": ("1", "2") for i in range(others)}
+                    text = recorded(IncompatibleEngine(name, 4194304, differing))
+                    assert len(text) <= TEXT_BYTES
+                    if len(name) < 20:
+                        assert "1 here, " in text
+                        assert "2 there" in text
 
 
 def test_versions_are_shown_whole_or_from_their_beginning() -> None:
@@ -218,9 +218,8 @@ def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
     assert said.endswith(f"{'2' * 12} there; also execution layout"), said
 
 
-@pytest.mark.parametrize(
-    ("fields", "another"),
-    [
+def test_another_model_is_told_from_one_that_is_set_up_otherwise(subtests: pytest.Subtests) -> None:
+    for fields, another in [
         ("model model_config weights dtype", True),
         ("weights", True),
         ("engine weights", True),
@@ -234,13 +233,10 @@ def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
         ("model_config", False),
         ("none_hash block_size", False),
         ("engine", False),
-    ],
-)
-def test_another_model_is_told_from_one_that_is_set_up_otherwise(
-    fields: str, another: bool
-) -> None:
-    differing = dict.fromkeys(fields.split(), ("1", "2"))
-    assert incompatible.has_another_model(IncompatibleEngine("x", 1, differing)) == another
+    ]:
+        with subtests.test(fields=fields, another=another):
+            differing = dict.fromkeys(fields.split(), ("1", "2"))
+            assert incompatible.has_another_model(IncompatibleEngine("x", 1, differing)) == another
 
 
 def test_the_first_join_of_an_epoch_is_no_rejoin(table: AnyTable, handler: RosterHandler) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,12 +56,6 @@ class Engine:
     def beat(self) -> None: ...
 
     def count(self, counter: int, amount: int = 1) -> None: ...
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture(params=[1.0, 0.5], ids=["product", "half"])

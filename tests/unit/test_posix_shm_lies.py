@@ -6,7 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -56,12 +56,6 @@ def of_a_disk() -> list[int]:
 
 def too_many() -> list[int]:
     return [memfd(sealed=True, allocated=SIZE) for _ in range(100)]
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
 
 
 @pytest.mark.parametrize(
