@@ -33,6 +33,8 @@ from ..sessions import new_namespace
 sys.path.append(str(Path(__file__).parents[2] / "examples"))  # pytest knows it
 import reaper
 
+start_reaper, remove_afterwards = reaper.start, reaper.remove_afterwards
+
 PATIENCE_SECONDS = 100.0
 """How long a test waits for what must happen; never a statement about speed.  Longer than a
 quarantine (30 s), and enough on a machine with a tenth of its cores."""

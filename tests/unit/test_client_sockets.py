@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from kvshm import _native
+from kvshm._base.rundir import event_endpoint
 from kvshm._base.timing import TIMING, Timing
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.coordinator_session import CoordinatorSession
@@ -29,6 +31,9 @@ from .few_descriptors import descriptors
 from .test_missing_coordinator import INFO
 
 LATER = round(TIMING.send_delay_seconds * 1e6)
+
+
+PATIENCE_MS = 100_000
 
 
 class Silent:
@@ -201,6 +206,30 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     assert [news.batches for news in heard if isinstance(news, EventBatches)] == [
         [(INFO.epoch, bytes(1)), (INFO.epoch, bytes(MAX_KEPT_BYTES))]
     ]
+
+
+def test_what_has_arrived_outlives_the_connection(tmp_path: Path) -> None:
+    """With the option IMMEDIATE libzmq would drop it, and abort in the middle of a message."""
+    session = CoordinatorSession(tmp_path, "ns", Silent(), Clock(), lambda: 1.0)  # type: ignore[arg-type]  # asked nothing
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind(event_endpoint(tmp_path, "ns"))
+        session.open((), lambda: None)
+        received = session._sockets._broadcasts
+        received.setsockopt(zmq.SUBSCRIBE, INFO.fingerprint)
+        assert publisher.poll(PATIENCE_MS)
+        publisher.recv()
+        monitor = received.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for _ in range(100):
+            publisher.send(broadcast_frame(INFO.fingerprint, []))
+    assert monitor.poll(PATIENCE_MS)
+    monitor.recv_multipart()
+    received.disable_monitor()
+    arrived = 0
+    while received.poll(0):
+        received.recv(zmq.NOBLOCK)
+        arrived += 1
+    assert arrived == 100
+    session._sockets._context.destroy(linger=0)
 
 
 def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path) -> None:
