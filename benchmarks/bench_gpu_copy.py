@@ -208,9 +208,7 @@ def interference(exporter: GpuPeer, programs: int) -> None:
     release(exporter, cache)
 
 
-def beside(
-    cache: Cache, blocks: list[BlockId], work: Callable[[], None], every: float
-) -> float:  # fmt: skip
+def beside(cache: Cache, blocks: list[BlockId], work: Callable[[], None], every: float) -> float:
     """Seconds of ``work`` while a copy begins every ``every`` seconds at most."""
     import torch
 

@@ -77,9 +77,7 @@ def main() -> int:
     return 0
 
 
-def measure(
-    cache: Cache, table: PeerSlotTable, beside: Beside, state: str, blocks: int
-) -> None:  # fmt: skip
+def measure(cache: Cache, table: PeerSlotTable, beside: Beside, state: str, blocks: int) -> None:
     """Import so many blocks again and again in one state; then the host's part."""
     cache.blank()
     beside.begin(state)

@@ -174,9 +174,11 @@ def stalls(cache: Cache, descriptor: str) -> dict[str, Any]:
 
 
 def cycle(
-    cache: Cache, descriptor: str, attached: list[tuple[float, float]],
+    cache: Cache,
+    descriptor: str,
+    attached: list[tuple[float, float]],
     detached: list[tuple[float, float]],
-) -> None:  # fmt: skip
+) -> None:
     """Attach, then detach until the memory is unmapped; note when each of them ran."""
     begun = time.perf_counter()
     cache.attach(descriptor)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm._engine.epoch_state import EngineSpec
-from kvshm._engine.marks import Marks
+from kvshm._engine.marks import Marks, Run
 from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.layout import RECORD_BYTES
@@ -78,7 +78,7 @@ class Engine:
             blocks = [BlockId(block) for block in range(begin, begin + some)]
             for block in blocks:
                 self.pool[block].block_hash = self.hashes[block] + GROUP
-            run = (self.hashes, begin, self.marks.with_versions(blocks))
+            run = Run(self.hashes, begin, self.marks.with_versions(blocks))
             self.cache.publisher.publish_marked(self.marks, self.pool, [run])
             self.published += some
 

@@ -18,7 +18,7 @@ WIDTH = 140
 CODE_WIDTH = 100
 CHAPTERS = {
     "Joining": ("allocate", "join", "Identity", "Region", "Group", "Config"),
-    "The joined engine": ("Node", "prefix_keys"),
+    "The joined engine": ("Node", "Held", "prefix_keys"),
     "Finding and loading": ("Found", "Part", "Owner", "Load", "LoadState"),
     "Reading from anywhere": ("Reader", "EngineView", "PublishedBlock"),
     "Errors": ("KvshmError", "MisuseError", "ConfigError", "TransportError"),
@@ -68,16 +68,19 @@ def _brief(title: str, module: str) -> Iterator[str]:
 
 
 def surface(root: Path = ROOT, module: str = "kvshm/api.py") -> dict[str, Entry]:
-    """Return every name in a module's ``__all__`` or, without one, what it defines."""
+    """Return every name in a module's ``__all__`` or, without one, what it defines and what it
+    imports as the same name."""
     path = root / module
     tree = ast.parse(path.read_text("utf-8"))
     found: dict[str, Entry] = {}
+    again: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvshm"):
             source = root.joinpath(*(node.module or "").split(".")).with_suffix(".py")
             found |= {alias.name: _entry(source, alias.name) for alias in node.names}
+            again += [alias.name for alias in node.names if alias.asname == alias.name]
     listed = [n for n in tree.body if isinstance(n, ast.Assign) and _target(n) == "__all__"]
-    names = ast.literal_eval(listed[0].value) if listed else _defined(tree)
+    names = ast.literal_eval(listed[0].value) if listed else [*again, *_defined(tree)]
     return {name: found.get(name) or _entry(path, name) for name in names}
 
 
@@ -99,7 +102,7 @@ def _chapters(entries: dict[str, Entry]) -> Iterator[str]:
     listed = [name for names in CHAPTERS.values() for name in names]
     if sorted(listed) != sorted(entries):
         differ = sorted({*listed} ^ {*entries})
-        raise ValueError(f"CHAPTERS of {__file__} and kvshm.api.__all__ differ in {differ}")
+        raise ValueError(f"CHAPTERS of {__file__} and kvshm/api.py differ in {differ}")
     for title, names in CHAPTERS.items():
         yield f"## {title}\n"
         for name in names:

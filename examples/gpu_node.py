@@ -32,13 +32,13 @@ def shared_directory() -> Path:
 
 @functools.cache
 def own_socket() -> Path:
-    """Where this process's transport serves descriptors: beside its peers', who know it by name.
+    """Where this process's transport serves descriptors: beside its peers', which know it by name.
     Processes in several PID namespaces may have the same number, so that it would not do."""
     return shared_directory() / f"{secrets.token_hex(8)}.sock"
 
 
 def hand_out(table: OwnSlotTable) -> HandoutServer:
-    """Give a table to whoever asks, until the server is closed."""
+    """Give a table to each process that asks, until the server is closed."""
     path = engine_socket(shared_directory(), NAMESPACE, table.epoch)
     return HandoutServer(path, lambda asked: table.descriptor(asked.writable))
 

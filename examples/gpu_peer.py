@@ -46,9 +46,12 @@ class GpuPeer:
     """Another process with a cache; a context manager."""
 
     def __init__(
-        self, device: int = 0, visible: str | None = None, program: str = __file__,
+        self,
+        device: int = 0,
+        visible: str | None = None,
+        program: str = __file__,
         environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``visible`` sets CUDA_VISIBLE_DEVICES for it; ``program`` answers by ``answer_calls``
         and is given the device's number."""
         directory = {"GPU_PEER_DIR": str(shared_directory())}
@@ -123,9 +126,16 @@ class Cache:
     # -- memory
 
     def make(
-        self, seed: int, layers: int = 4, blocks: int = 64, block_bytes: int = 65536,
-        outermost: str = "layer", kind: str = "caching", lead: int = 0, **options: Any,
-    ) -> int:  # fmt: skip
+        self,
+        seed: int,
+        layers: int = 4,
+        blocks: int = 64,
+        block_bytes: int = 65536,
+        outermost: str = "layer",
+        kind: str = "caching",
+        lead: int = 0,
+        **options: Any,
+    ) -> int:
         """Make the cache and its transport; return its address.
 
         ``outermost``: "layer" or "block".  ``kind``: "caching" (torch's allocator), "fd" or

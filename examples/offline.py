@@ -30,7 +30,7 @@ def ask(model: str) -> None:
     from vllm import LLM, SamplingParams  # only now: it reads the environment
 
     # Engines share if they would compute the same bytes, so give both the same arguments.  Of the
-    # memory, a GPU's or the CPU's, each takes nearly all unless it is told its part.
+    # memory, a GPU's or the CPU's, each takes nearly all unless its part is given.
     llm = LLM(
         model=model,
         dtype="bfloat16",

@@ -1,9 +1,9 @@
 """Ends what this process has started, however this process ends: by SIGKILL, too.
 
-``start`` starts a small process, the reaper, to which the kernel tells the end of this process (by
-a pidfd).  Every program that is started from then on has this run's mark in its environment, and
-with it all that those start, whoever their parent, group or session is.  The environment that
-others see of a process is that of its last exec, so who is only forked tells the reaper its pid.
+``start`` starts a small process, the reaper, which learns of the end of this process from the
+kernel (by a pidfd).  Every program that is started from then on has this run's mark in its
+environment, and so have all that those start, whatever their parent, group or session is.  Others
+see the environment of a process's last exec, so one that is only forked sends the reaper its pid.
 The reaper kills them all, and removes the temporary directories that this process has made and the
 shared memory that they alone have mapped.
 
@@ -33,7 +33,7 @@ from typing import Any
 
 MARK = "STARTED_BY_RUNS"
 """Environment variable: the runs that a process belongs to, one inside the other, by commas.  Not
-called KVSHM_...: engines are started without the settings of whoever starts them."""
+called KVSHM_...: engines are started without the settings of the process that starts them."""
 PATIENCE_SECONDS = 10.0
 """How long the reaper looks for processes that start others faster than it kills them."""
 SHARED_MEMORY = "/dev/shm"

@@ -1,7 +1,7 @@
 """A node seen through what its engines hand out: what they show, know and have counted.
 
 What comes by itself (joining, hearing of a block) is waited for here, by looking at the
-slot tables and replicas themselves, so that nobody who uses this has to guess a delay.
+slot tables and replicas themselves, so that its users need not guess a delay.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvshm._base.ids import Epoch
 from kvshm._base.rundir import FoundFile, list_sockets
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
-from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.layout import RowState, SlotState
 from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.statistics import PUBLISHED
 from kvshm.errors import SegmentError
 
 Place = tuple[int, int]
@@ -99,7 +99,7 @@ class SharingNode(Node):
             return table.counters.snapshot()
 
     def leased(self, engine: Engine) -> set[int]:
-        """Return the ids of the engine's blocks that somebody holds a lease on."""
+        """Return the ids of the engine's blocks on which there is a lease."""
         with contextlib.closing(self.table(engine)) as table:
             return {i for i, slot in enumerate(table.slots()) if slot.leases}
 

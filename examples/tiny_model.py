@@ -3,7 +3,7 @@
     python examples/tiny_model.py DIRECTORY [--seed N]
 
 Initialised with a standard deviation of 0.05: at the usual 0.02 the next token hardly
-depends on what stands in the KV cache, and nobody would notice a wrong block.
+depends on what stands in the KV cache, and a wrong block would go unnoticed.
 The same seed gives the same bytes; another seed gives other weights of the same architecture.
 """
 

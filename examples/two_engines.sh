@@ -54,7 +54,7 @@ model=${1:-$work/model}
 kvshm-coordinator 2>"$logs/coordinator.log" &
 pids+=($!)
 # -P: in a clone Python would else find kvshm's sources, which are not built.
-# Of the memory, a GPU's or the CPU's, each engine takes nearly all unless it is told its part.
+# Of the memory, a GPU's or the CPU's, each engine takes nearly all unless its part is given.
 for port in "${ports[@]}"; do
     KVSHM_ENABLE=1 python -P -m vllm.entrypoints.openai.api_server --model "$model" \
         --served-model-name m --host 127.0.0.1 --port "$port" --dtype bfloat16 --enforce-eager \
@@ -69,6 +69,6 @@ ask "${ports[0]}"
 sleep 1 # the second engine has heard of the first one's blocks by then
 ask "${ports[1]}"
 
-# What the second did not prefill, by vLLM's own count, and who holds what.
+# What the second did not prefill, by vLLM's own count, and which engine holds what.
 curl --silent "http://127.0.0.1:${ports[1]}/metrics" | grep '^vllm:kvshm_imported_tokens_total'
 kvshm dump --namespace "$KVSHM_NAMESPACE"

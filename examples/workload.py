@@ -16,13 +16,13 @@ Chat = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """One chat that engine A has seen the beginning of when engine B is asked."""
+    """One chat whose first part engine A has seen when engine B is asked."""
 
     kind: str
     before: Chat
     """Sent to engine A first: computes and publishes what the two chats share."""
     asked: Chat
-    """Sent to engine B, which imports the shared beginning."""
+    """Sent to engine B, which imports the shared prefix."""
 
 
 class Author:

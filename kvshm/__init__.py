@@ -4,7 +4,7 @@ The names of kvshm/api.py are names of this package, too.  They are imported whe
 is used, so that a process which only passes by (a tool, vLLM without kvshm) pays nothing.
 """
 
-# ruff: noqa: F405  # api.py defines the names of __all__
+# ruff: noqa: F405  # api.py imports the names of __all__
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import *  # noqa: F403  # all its names, which are those below
+    from .api import *  # noqa: F403  # the names below
 
 __all__ = [
     "API_VERSION",
@@ -22,6 +22,7 @@ __all__ = [
     "EngineView",
     "Found",
     "Group",
+    "Held",
     "Identity",
     "KvshmError",
     "Load",

@@ -12,7 +12,7 @@ or TypeError if a buffer that is written is read-only).  No function blocks, exc
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
 
@@ -21,13 +21,9 @@ from ._base.ids import BlockId
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
 
-Run: TypeAlias = (
-    tuple[list[bytes], int, bytes]
-    | tuple[list[bytes], int, bytes, int]
-    | tuple[list[bytes], int, bytes, int, object]
-)
-"""Chain, index of the first block, packed pairs of block and version, and how many hashes the chain
-has for each block (1 if that is left out)."""
+_Run = TypeVar("_Run", bound=tuple[Any, ...])
+"""Chain, index of the first block, packed pairs of block and version; then, if given, how many
+hashes the chain has for each block (otherwise 1), and whatever the caller adds."""
 
 KeptRuns: TypeAlias = tuple[list[tuple[Any, Any]], int, int]
 
@@ -76,11 +72,11 @@ def marks_publish(
     table: Buffer,
     marks: Buffer,
     pool: Sequence[Any],
-    runs: list[Run],
+    runs: list[_Run],
     published_ms: int,
     counter: int,
     /,
-) -> tuple[bytes, list[Run]]:
+) -> tuple[bytes, list[_Run]]:
     """Publish the blocks in ``runs`` that are unchanged and whose ``pool[block].block_hash`` is the
     last of the chain's hashes for their index, with a group of at most 65535 behind it (4 bytes,
     big endian), which becomes the record's.  Returns the records published, and the runs with a

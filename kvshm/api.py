@@ -1,49 +1,35 @@
 """The public surface: what ``import kvshm`` offers, for engines and for readers.
 
-``__all__`` lists it, docs/api.md explains it, and tests/unit/test_public_surface.py guards it
+``kvshm.__all__`` lists it, docs/api.md explains it, and tests/unit/test_public_surface.py guards it
 against accidental change.  Engines whose scheduler and ranks are processes of their own use
 kvshm/halves.py as well.  All other modules are internal.
 """
 
 from __future__ import annotations
 
-from kvshm._api.identity import Identity
-from kvshm._api.joining import allocate, join
-from kvshm._api.load import Found, Load, LoadState, Owner
-from kvshm._api.node import Node
-from kvshm._api.prefix_keys import prefix_keys
-from kvshm._api.reader import EngineView, PublishedBlock, Reader
-from kvshm._engine.groups import Group, Part
-from kvshm.config import Config
-from kvshm.errors import ConfigError, KvshmError, MisuseError, TransportError
-from kvshm.interfaces import Region
-from kvshm.version import __version__
+from kvshm._api.identity import Identity as Identity
+from kvshm._api.joining import allocate as allocate
+from kvshm._api.joining import join as join
+from kvshm._api.load import Found as Found
+from kvshm._api.load import Load as Load
+from kvshm._api.load import LoadState as LoadState
+from kvshm._api.load import Owner as Owner
+from kvshm._api.node import Held as Held
+from kvshm._api.node import Node as Node
+from kvshm._api.prefix_keys import prefix_keys as prefix_keys
+from kvshm._api.reader import EngineView as EngineView
+from kvshm._api.reader import PublishedBlock as PublishedBlock
+from kvshm._api.reader import Reader as Reader
+from kvshm._engine.groups import Group as Group
+from kvshm._engine.groups import Part as Part
+from kvshm.config import Config as Config
+from kvshm.errors import ConfigError as ConfigError
+from kvshm.errors import KvshmError as KvshmError
+from kvshm.errors import MisuseError as MisuseError
+from kvshm.errors import TransportError as TransportError
+from kvshm.interfaces import Region as Region
+from kvshm.version import __version__ as __version__
 
-API_VERSION = (1, 3)
+API_VERSION = (2, 0)
 """Major and minor version of the surface.  A new name or parameter raises the minor version; what
 breaks callers raises the major one."""
-
-__all__ = [
-    "API_VERSION",
-    "Config",
-    "ConfigError",
-    "EngineView",
-    "Found",
-    "Group",
-    "Identity",
-    "KvshmError",
-    "Load",
-    "LoadState",
-    "MisuseError",
-    "Node",
-    "Owner",
-    "Part",
-    "PublishedBlock",
-    "Reader",
-    "Region",
-    "TransportError",
-    "__version__",
-    "allocate",
-    "join",
-    "prefix_keys",
-]

@@ -25,18 +25,22 @@ from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups, Part
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport, Plan
 from kvshm._engine.load_planner import LoadPlanner, LoadResult
-from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
+from kvshm._engine.marks import Marks, Run, blocks_of, touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank
 from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
-from kvshm._shm.counters import (
+from kvshm._shm.statistics import (
     BAD_OPTIONS,
     HOOK_ERRORS,
+    IMPORT_TIMES_TEXT,
+    IMPORTED_BLOCKS,
+    IMPORTED_TOKENS,
     KEPT,
     LOADS_AT_ONCE,
+    LOADS_FAILED,
     LOADS_LOST,
     MISS_FAILED,
     MISS_NO_ROOM,
@@ -47,6 +51,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
+    PROMPT_TOKENS_TEXT,
     STILL_MAPPED,
     WEIGHTS_WRITTEN,
     Counter,
@@ -55,8 +60,12 @@ from kvshm._shm.counters import (
 __all__ = [
     "BAD_OPTIONS",
     "HOOK_ERRORS",
+    "IMPORTED_BLOCKS",
+    "IMPORTED_TOKENS",
+    "IMPORT_TIMES_TEXT",
     "KEPT",
     "LOADS_AT_ONCE",
+    "LOADS_FAILED",
     "LOADS_LOST",
     "MISS_FAILED",
     "MISS_NOT_IMPORTING",
@@ -69,6 +78,7 @@ __all__ = [
     "PROMPT_TOKENS_COMPUTED",
     "PROMPT_TOKENS_LOCAL",
     "PROMPT_TOKENS_PEER",
+    "PROMPT_TOKENS_TEXT",
     "STILL_MAPPED",
     "WEIGHTS_WRITTEN",
     "BlockId",
@@ -95,9 +105,6 @@ __all__ = [
     "abi",
     "blocks_of",
     "clear",
-    "end_of",
-    "make_run",
     "open_rank",
-    "owner_of",
     "touching",
 ]

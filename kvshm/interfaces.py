@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
-from ._base.copy_path import CopyPath
-from ._base.ids import BlockId, Epoch
+from ._base.copy_path import CopyPath as CopyPath
+from ._base.ids import BlockId as BlockId
+from ._base.ids import Epoch as Epoch
 from ._base.resources import require_descriptors
 from .config import Auto
 from .errors import ConfigError, KvshmError, TransportError
@@ -118,9 +120,6 @@ class Attachment(Protocol):
     def epoch(self) -> Epoch:
         """The peer's epoch whose export was opened."""
 
-    path: CopyPath
-    """The way that copies from it take: shown to operators.  A transport may leave it out."""
-
     @property
     def ended(self) -> bool:
         """Whether the transport knows that the export or its process has ended.  Later copies may
@@ -155,10 +154,6 @@ class Transport(Protocol):
 
     name: str
     """Of its entry point."""
-    devices: tuple[str, ...]
-    """The types of device whose memory it shares between processes: torch's ("cpu", "cuda"), and
-    "rocm" for AMD GPUs, which torch calls "cuda".  Empty: it works only within one process, and no
-    engine can choose it.  An attribute of the class."""
     late_writers: bool
     """Whether work that the model launched before a copy may still write to the copy's targets:
     the copy then waits for that work.  True unless the engine itself rules such writes out."""
@@ -181,30 +176,125 @@ class Transport(Protocol):
         nothing writes to own memory any more: blocks for the copy of one block at most."""
 
 
-def load_transport(name: str) -> Any:
-    """Return the class of transport ``name``; imports its module and what that needs.
+class TransportClass(Protocol):
+    """What an entry point names: the class of a transport."""
 
-    Besides the members of Transport the class may have: ``fence()``, if the model's steps only
-    launch work: called by the thread that runs the model, it returns a function that tells,
-    without blocking, whether all work launched before has ended; ``note_launched()``, called when a
-    load is handed over: what it returns, unless that is None, is given to the load's copies
-    (``begin_copy(..., after=)``), which with ``late_writers`` need not wait for what the model
-    launches later; ``withdraw()``, called before own memory is unmapped: it lets no peer attach
-    until the next export, and returns a function that tells how many mappings peers still have,
-    as far as it knows; ``enter_thread()``, called first by each thread of kvshm's own that uses the
-    transport; its copies may have ``when_ended(call)``, which has ``call`` called once, on any
-    thread, when the copy has ended (``poll`` says how), so that nobody polls it.  Further:
-    ``allocate(nbytes)`` for zeroed
-    memory of the kind it shares (as ``posix_shm``), which has ``buffer`` and ``address``, else
-    ``adopt(address, nbytes, storage)`` for memory that the engine has allocated (``cuda_ipc``);
-    ``settings``, fields of Config that the constructor takes by keyword, besides ``memory``,
-    ``regions``, ``rank``, ``socket_path`` and ``fault``.  Raises TransportError if no installed
-    package offers that transport, or it cannot be imported.
-    """
+    @property
+    def name(self) -> str:
+        """Of the entry point."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The types of device whose memory it shares between processes: torch's ("cpu", "cuda"),
+        and "rocm" for AMD GPUs, which torch calls "cuda".  Empty: it works only within one process,
+        and no engine can choose it."""
+
+    def __call__(
+        self,
+        *,
+        memory: Any,
+        regions: Sequence[Region],
+        rank: int,
+        socket_path: str | Path,
+        fault: str | None,
+    ) -> Transport:
+        """Return the transport of rank ``rank``, whose KV cache lies in ``regions`` of ``memory``.
+        It may serve a socket at ``socket_path``.  ``fault``: how to copy wrong on purpose
+        (KVSHM_FAULT).  Raises TransportError."""
+
+
+# -- what a transport may offer besides.  kvshm looks for each method where it would call it; a
+# -- method that is missing or fails costs a load at most.
+
+
+class SupportsAllocate(Protocol):
+    """A class whose memory kvshm allocates, as ``posix_shm``."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return zeroed memory that peers can open, with ``buffer``, ``address`` and ``close``."""
+
+
+class SupportsAdopt(Protocol):
+    """A class that shares memory where the engine has allocated it, as ``cuda_ipc``."""
+
+    def adopt(self, address: int, nbytes: int, storage: object) -> Any:
+        """Return the memory at ``address`` as the constructor takes it.  It keeps ``storage``."""
+
+
+class SupportsSettings(Protocol):
+    """A class whose constructor takes settings."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Fields of Config that the constructor gets by keyword."""
+
+
+class SupportsFence(Protocol):
+    """A transport of an engine whose steps only launch work."""
+
+    def fence(self) -> Callable[[], bool]:
+        """Return a function that tells, without blocking, whether all work launched before has
+        ended.  Called by the thread that runs the model."""
+
+
+class SupportsLaunchedWork(Protocol):
+    """A transport whose copies need not wait for all that the model launches."""
+
+    def note_launched(self) -> object | None:
+        """Return what the model has launched so far: the copies of a load that is handed over now
+        wait for that work alone.  None: they need not wait."""
+
+
+class SupportsAfter(Protocol):
+    """An attachment of a transport with SupportsLaunchedWork."""
+
+    def begin_copy(
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        keep_going: Callable[[], bool] | None = None,
+        after: Any = None,
+    ) -> Copy:
+        """See Attachment.  ``after``: what ``note_launched`` returned, unless that was None."""
+
+
+class SupportsWithdraw(Protocol):
+    """A transport that knows who maps its memory."""
+
+    def withdraw(self) -> Callable[[], int]:
+        """Let no peer attach until the next export.  Return a function that tells how many mappings
+        peers still have, as far as it knows.  Called before own memory is unmapped."""
+
+
+class SupportsThreads(Protocol):
+    """A transport that prepares kvshm's threads."""
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, before its first call of the transport."""
+
+
+class SupportsWhenEnded(Protocol):
+    """A copy that nobody needs to poll."""
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once, on any thread, when the copy has ended.  ``poll`` says how."""
+
+
+class SupportsPath(Protocol):
+    """An attachment that knows which way its copies take."""
+
+    @property
+    def path(self) -> CopyPath:
+        """The way, for operators."""
+
+
+def load_transport(name: str) -> TransportClass:
+    """Return the class of transport ``name``; imports its module and what that needs.  Raises
+    TransportError if no installed package offers that transport, or it cannot be imported."""
     if (entry := _entry(name)) is None:
         raise TransportError(f"no transport {name!r} is installed (installed: {_installed()})")
     try:
-        return entry.load()
+        return cast(TransportClass, entry.load())
     except (ImportError, AttributeError) as exc:
         raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
 
@@ -221,9 +311,9 @@ def check_installed(wanted: str, called: str = "KVSHM_TRANSPORT") -> None:
         )
 
 
-def choose_transport(wanted: str, device: str) -> Any:
+def choose_transport(wanted: str, device: str) -> TransportClass:
     """Return the class of the transport by which an engine shares a KV cache on ``device`` (one of
-    Transport.devices); ``wanted``: the setting KVSHM_TRANSPORT.
+    TransportClass.devices); ``wanted``: the setting KVSHM_TRANSPORT.
 
     Raises ConfigError like ``check_installed``, and TransportError if the transport does not work
     for this device, or cannot be loaded.

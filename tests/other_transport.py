@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.interfaces import CopyState, Epoch, MemoryDescriptor, Region
 
 
 class ProcMemory:
@@ -66,7 +66,7 @@ class ProcAttachment:
             fd = os.open(descriptor.details.decode(), os.O_RDONLY)
         except OSError as exc:
             raise StaleAttachment(f"the peer has ended: {exc}") from exc
-        self.epoch = descriptor.epoch
+        self.epoch = Epoch(descriptor.epoch)
         self._own, self._regions = own, descriptor.regions
         self._source = memoryview(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))
         os.close(fd)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .unit.pages import PAGES, ROOT, called, every_page, options, spans
+from .unit.pages import PAGES, ROOT, called, check_pages, options, spans
 from .unit.test_docs_commands import commands, help_of
 from .unit.test_docs_programs import HELPS, help_on
 
 pytest.importorskip("vllm")
 
 VLLM = r"vllm serve|python (?:-P )?-m vllm\.entrypoints\.openai\.api_server"
+
+OF_DOCKER = {"--ipc", "--pid", "--shm-size", "--volume"}
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +30,29 @@ def known_to_vllm() -> set[str]:
     return set(cmd_init()[0].subparser_init(subparsers)._option_string_actions)
 
 
-@every_page
-def test_vllm_has_the_options_that_are_named(page: Path, known_to_vllm: set[str]) -> None:
-    for call in called(page, VLLM):
-        assert set(options(call)) <= known_to_vllm, call
+def test_vllm_has_the_options_that_are_named(known_to_vllm: set[str]) -> None:
+    def named(page: Path) -> Iterator[tuple[str, bool]]:
+        for call in called(page, VLLM):
+            yield call, set(options(call)) <= known_to_vllm
+
+    check_pages(named)
 
 
-@every_page
-def test_somebody_knows_each_option_that_stands_alone(page: Path, known_to_vllm: set[str]) -> None:
+def test_somebody_knows_each_option_that_stands_alone(known_to_vllm: set[str]) -> None:
     """``--check`` in a sentence: of one of our commands, of vLLM, docker or pip."""
-    known = set(known_to_vllm)
+    known = known_to_vllm | OF_DOCKER
     for command in {command for one in PAGES for command, _ in commands(one)}:
         known |= set(options(help_of(command)))
     for program, how in HELPS.items():
         if shutil.which(how[0]):
             known |= set(options(help_on(program)))
-    for span in spans(page):
-        if span.startswith("--"):
-            assert set(options(span)) <= known, span
+
+    def named(page: Path) -> Iterator[tuple[str, bool]]:
+        for span in spans(page):
+            if span.startswith("--"):
+                yield span, set(options(span)) <= known
+
+    check_pages(named)
 
 
 def test_vllm_has_the_options_of_the_script(known_to_vllm: set[str]) -> None:
@@ -70,4 +78,4 @@ def test_vllm_takes_the_multiconnector_that_a_page_shows() -> None:
 
 def test_compat_of_vllm_are_found() -> None:
     found = {page.name for page in PAGES if list(called(page, VLLM))}
-    assert {"README.md", "deployment.md", "operations.md"} <= found
+    assert {"README.md", "deployment.md", "configuration.md"} <= found

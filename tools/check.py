@@ -19,7 +19,6 @@ from kvshm._shm.layout import SEQUENCE_OFFSET
 from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm._shm.slot_table import SlotTableView
 
-from .fetching import Segments, coordinator_runs, fetch_all
 from .invariants import (
     AFTER_SWEEP,
     Violation,
@@ -28,6 +27,8 @@ from .invariants import (
     no_coordinator_warnings,
     table_violations,
 )
+from .node.mapped import MappedEngine, MappedNamespace
+from .node.reader import NodeReader
 from .render import leftover
 
 PAUSE_SECONDS = 0.1
@@ -55,7 +56,7 @@ def check(
 
     The returned suspects are proven: they are violations.  Blocks for about half a second if
     something looks wrong, for ten seconds if a death seems to have gone unnoticed, and longer if
-    engines are stopped.  Raises OSError if there is no such directory.
+    engines are stopped.
     """
     first = check_once(run_dir, namespace)
     began, proven, suspects = clock(), set[Violation](), set(first.suspects)
@@ -71,16 +72,16 @@ def check(
 def check_once(run_dir: Path, namespace: str | None) -> Findings:
     """Read every segment once.  Engines that end meanwhile are left out."""
     found = Findings()
-    with fetch_all(run_dir, namespace) as engines:
-        for space in sorted({engine.namespace for engine in engines}):
-            members = [engine for engine in engines if engine.namespace == space]
-            _check_space(space, members, coordinator_runs(run_dir, space), found)
+    with NodeReader(run_dir, namespace) as reader:
+        for space in reader.map_segments():
+            if space.engines:
+                _check_space(space, found)
     return found
 
 
-def _check_space(space: str, engines: list[Segments], coordinated: bool, found: Findings) -> None:
+def _check_space(space: MappedNamespace, found: Findings) -> None:
     tables: dict[str, SlotTableView] = {}
-    for engine in engines:
+    for engine in space.engines:
         if engine.table is not None:
             with engine.recording_problems(TABLE_KIND):
                 name = str(engine.name(TABLE_KIND))
@@ -89,25 +90,25 @@ def _check_space(space: str, engines: list[Segments], coordinated: bool, found: 
         if engine.replica is not None:
             with engine.recording_problems(INDEX_KIND):
                 found.suspects += _check_replica(engine, engine.replica)
-        for problem in engine.problems:
+        for problem in engine.problems.values():
             if problem.silent:
                 found.warnings.append(f"{problem.segment}: {problem.text}")
             else:
                 found.suspects.append(Violation(problem.segment, "header", problem.text))
         if engine.ended:
-            found.warnings.append(leftover(f"{engine.epoch:016x}", coordinated))
+            found.warnings.append(leftover(f"{engine.epoch:016x}", space.coordinated))
         found.checked[TABLE_KIND] += engine.table is not None
         found.checked[INDEX_KIND] += engine.replica is not None
-    known = len(tables) == sum(not engine.ended for engine in engines)
-    found.suspects += cross_table_violations(tables, coordinated and known)
-    if not coordinated:
-        found.warnings += no_coordinator_warnings(space, tables.values())
+    known = len(tables) == sum(not engine.ended for engine in space.engines)
+    found.suspects += cross_table_violations(tables, space.coordinated and known)
+    if not space.coordinated:
+        found.warnings += no_coordinator_warnings(space.name, tables.values())
 
 
 # -- replica indexes
 
 
-def _check_replica(engine: Segments, replica: ReplicaReader) -> Iterator[Violation]:
+def _check_replica(engine: MappedEngine, replica: ReplicaReader) -> Iterator[Violation]:
     name = str(engine.name(INDEX_KIND))
     if (said := replica.header.epoch) != engine.epoch:
         yield Violation(name, "header", f"says epoch {said:016x}; its socket does not")

@@ -21,13 +21,13 @@ if __name__ == "__main__" and not __package__:  # started as a file
 
 from kvshm.errors import ConfigError
 
-from .check import Findings, check
+from .check import check
 from .commands import run_alone
 from .node.reader import NodeReader
 from .options import add_selection, find_place, select
 from .plain_text import clean, cleaned
 from .render import ended, name_of, render
-from .report import Filters, Json, build_report
+from .report import Filters, build_report
 
 HELP = "show what is in shared memory"
 
@@ -60,15 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
-    return build_report(run_dir, namespace, filters) if run_dir.exists() else {"namespaces": []}
-
-
 def _what_there_is(run_dir: Path) -> Iterator[str]:
     """A line for each engine of the run directory, shown where nothing else is."""
     engines = [
         f"there is engine {name_of(engine)} of namespace {space['namespace']}"
-        for space in cleaned(_report(run_dir, None, Filters()))["namespaces"]
+        for space in cleaned(build_report(run_dir, None, Filters()))["namespaces"]
         for engine in space["engines"]
     ]
     yield from engines or [f"no engine runs in {run_dir}"]
@@ -76,7 +72,7 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     """Print the violations and warnings; return the exit status."""
-    found = check(run_dir, namespace) if run_dir.exists() else Findings()
+    found = check(run_dir, namespace)
     if as_json:
         # "law" is what an invariant was once called.  Scripts read the key, so it stays.
         wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
@@ -109,7 +105,7 @@ def _check_engine(run_dir: Path, namespace: str | None, wanted: str) -> None:
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
     """Print the report; return the exit status."""
     filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
-    report = _report(run_dir, namespace, filters)
+    report = build_report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
     if not filters.selective:
         parts.append("coordinator")  # a coordinator without engines is worth showing

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .commands import EXIT_FAILED
-from .fetching import slots_in_use
+from .node.mapped import slots_in_use
 from .node.reader import NodeReader
 from .node.reading import EngineReading, NamespaceReading, PeerReading
 from .options import add_selection, find_place, select

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvshm._shm.layout import table_bytes
 from kvshm._shm.slot_table import SlotTableView
 
-from .fetching import slots_in_use
+from .node.mapped import slots_in_use
 
 SOON = 0.5
 """Seconds after which every change is complete."""

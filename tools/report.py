@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from kvshm._base.ids import Epoch
-from kvshm._base.rundir import list_coordinators
 from kvshm._replica.index_layout import Entry, tag_in_group
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.layout import SlotState
@@ -23,7 +22,9 @@ from kvshm._shm.slot_table import Slot, SlotTableView
 from kvshm._shm.table_header import seconds_left
 
 from .chains import find_chains
-from .fetching import Segments, coordinator_runs, fetch_all, slots_in_use
+from .node.mapped import MappedEngine, slots_in_use
+from .node.reader import NodeReader
+from .node.reading import read_header
 
 Json = dict[str, Any]
 TAG_BYTES = 8
@@ -70,32 +71,29 @@ def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json
     """Return what the engines of a namespace (None: of all) hand out: one element per namespace.
 
     Engines that end meanwhile are left out; unreadable segments are listed with the reason.
-    Changes nothing.  Blocks for some seconds at most if engines are stopped.  Raises OSError if
-    there is no such directory.
+    Changes nothing.  Blocks for some seconds at most if engines are stopped.
     """
-    with fetch_all(run_dir, namespace) as found:
-        named = list_coordinators(run_dir, namespace)
-        coordinated = {name for name in named if coordinator_runs(run_dir, name)}
+    with NodeReader(run_dir, namespace) as reader:
         return {
             "namespaces": [
                 {
-                    "namespace": space,
-                    "coordinator": space in coordinated,
-                    **_namespace([one for one in found if one.namespace == space], filters),
+                    "namespace": space.name,
+                    "coordinator": space.coordinated,
+                    **_namespace(space.engines, filters),
                 }
-                for space in sorted(coordinated | {one.namespace for one in found})
+                for space in reader.map_segments()
             ]
         }
 
 
-def _namespace(fetched: list[Segments], filters: Filters) -> Json:
+def _namespace(mapped: list[MappedEngine], filters: Filters) -> Json:
     tables, replicas, held = [], [], dict[Epoch, Mapping[int, Slot]]()
-    for one in fetched:
+    for one in mapped:
         if one.table is not None:
             with one.recording_problems(TABLE_KIND):
                 held[one.epoch] = slots = dict(slots_in_use(one.table))
                 tables.append((_engine(one.name(TABLE_KIND), one.table, slots), slots))
-    for one in fetched:
+    for one in mapped:
         if one.replica is not None:
             with one.recording_problems(INDEX_KIND):
                 replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters, held))
@@ -104,7 +102,7 @@ def _namespace(fetched: list[Segments], filters: Filters) -> Json:
     tables.sort(key=lambda found: [found[0][key] for key in ("fingerprint", "engine", "epoch")])
     for engine, slots in tables:
         _fill(engine, slots, holders, filters)
-    selected = [one for one in fetched if filters.selects({"epoch": f"{one.epoch:016x}"})]
+    selected = [one for one in mapped if filters.selects({"epoch": f"{one.epoch:016x}"})]
     return {
         "engines": [
             engine
@@ -121,7 +119,7 @@ def _namespace(fetched: list[Segments], filters: Filters) -> Json:
         "unreadable": [
             {"segment": problem.segment, "problem": problem.text}
             for one in selected
-            for problem in one.problems
+            for problem in one.problems.values()
         ],
         "ended": [
             {"epoch": f"{one.epoch:016x}", "socket": str(one.path)} for one in selected if one.ended
@@ -134,28 +132,29 @@ def _namespace(fetched: list[Segments], filters: Filters) -> Json:
 
 def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) -> Json:
     """The report of one engine without blocks and chains, which depend on the filters."""
+    header = read_header(name.namespace, table)
     return {
-        "engine": table.engine,
+        "engine": header.name,
         "segment": str(name),
-        "epoch": f"{table.epoch:016x}",
-        "pid": table.pid,
-        "alive": not table.owner_died,
-        "died": table.died,
-        "model": table.model,
-        "fingerprint": table.fingerprint.hex(),
-        "block_size": table.block_size,
+        "epoch": f"{header.epoch:016x}",
+        "pid": header.pid,
+        "alive": not header.owner_died,
+        "died": header.died,
+        "model": header.model,
+        "fingerprint": header.fingerprint,
+        "block_size": header.block_size,
         "num_blocks": table.num_blocks,
         "states": _states(table.num_blocks, slots, table.now),
-        "lease_bit": _bit(table.lease_bit),
-        "heartbeat": table.heartbeat,
+        "lease_bit": header.lease_bit,
+        "heartbeat": header.heartbeat,
         "leases_taken": table.leases_taken,
-        "retired": table.retired,
+        "retired": header.retired,
         "life": [_life(table.life(rank), table.epoch) for rank in range(table.num_ranks)],
-        "created_ns": table.created_ns,
+        "created_ns": header.created_ns,
         "age_seconds": table.age_seconds,
         "blocks": [],
         "chains": [],
-        "counters": {label: n for label, n in table.counters.snapshot().items() if n},
+        "counters": {label: n for label, n in header.counters.items() if n},
         "errors": [error._asdict() for error in table.errors()],
         "problems": table.check_integrity(),
     }
@@ -187,10 +186,6 @@ def _states(num_blocks: int, slots: Mapping[int, Slot], now: int) -> dict[str, i
 def _held_for(slot: Slot, now: int) -> int:
     """Seconds for which a slot in use is still held."""
     return seconds_left(slot.held_until, now) if slot.state is SlotState.READY else 0
-
-
-def _bit(lease_bit: int) -> int | None:
-    return None if lease_bit < 0 else lease_bit
 
 
 def _life(word: int, epoch: int) -> str:
@@ -252,7 +247,7 @@ def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters, held: _
                 "state": row.state.name.lower(),
                 "num_blocks": row.num_blocks,
                 "entries": row.entries,
-                "lease_bit": _bit(row.lease_bit),
+                "lease_bit": row.lease_bit if row.lease_bit >= 0 else None,
             }
             for row in rows
         ],

@@ -5,16 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
 from kvshm._base.log import engine_name
 from kvshm.errors import ConfigError, KvshmError
 
-from .node.health import NO_COORDINATOR, Health, Limits, State, judge, judge_coordinator, judge_node
+from .node.health import (
+    Code,
+    CoordinatorHealth,
+    DeclinedHealth,
+    EngineHealth,
+    Limits,
+    NodeHealth,
+    Reason,
+    State,
+    judge_node,
+)
 from .node.reader import NodeReader
-from .node.reading import EngineReading, NamespaceReading, NodeReading
+from .node.reading import NamespaceReading
 from .options import NoSuchEngine, add_selection, find_place, select
 from .plain_text import clean, cleaned
 from .render import leftover
@@ -94,51 +103,53 @@ def _run(asked: argparse.Namespace) -> int:
             raise
         print(f"kvshm status: {clean(str(exc))}", file=sys.stderr)
         return EXIT_NO
-    limits = Limits(scheduler=asked.scheduler_seconds, loop=asked.loop_seconds)
+    health = judge_node(reading, Limits(scheduler=asked.scheduler_seconds, loop=asked.loop_seconds))
     if asked.probe:
-        return _probe(asked.probe, reading, limits)
-    state = judge_node(reading, limits)
+        return _probe(asked.probe, health)
+    found = as_json(health)
     if asked.json:
-        print(json.dumps(as_json(reading, limits), indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        for line in _lines(reading, limits):
+        for line in _lines(cleaned(found)):
             print(line)
         if not reading.namespaces:
             where = "in this container" if asked.here and whole.namespaces else f"in {run_dir}"
             print(f"nothing of kvshm runs {where}", file=sys.stderr)
-    return EXIT_STATUS[state]
+    return EXIT_STATUS[health.state]
 
 
-def as_json(reading: NodeReading, limits: Limits) -> Json:
+def as_json(health: NodeHealth) -> Json:
     """The judgement as plain data."""
     return {
-        "state": judge_node(reading, limits),
+        "state": health.state,
         "namespaces": [
             {
-                "namespace": space.name,
-                "coordinator": dict(
-                    zip(
-                        ("state", "reason"),
-                        judge_coordinator(space, reading.at_ns, limits),
-                        strict=True,
-                    )
-                ),
-                "engines": [
-                    _engine(e, judge(e, space, reading.at_ns, limits)) for e in space.engines
-                ],
-                "declined": [_declined(told) for told in space.declined],
-                "ended": [_unknown(space, epoch) for epoch in space.ended],
+                "namespace": space.reading.name,
+                "coordinator": _coordinator(space.coordinator),
+                "engines": [_engine(each) for each in space.engines],
+                "declined": [_declined(each) for each in space.declined],
+                "ended": [_unknown(space.reading, each.epoch) for each in space.ended],
                 "unreadable": [
-                    _unknown(space, epoch) | {"reasons": [why]}
-                    for epoch, why in space.unreadable.items()
+                    _unknown(space.reading, each.epoch) | _reasons([each.reason])
+                    for each in space.unreadable
                 ],
             }
-            for space in reading.namespaces
+            for space in health.namespaces
         ],
     }
 
 
-def _engine(engine: EngineReading, health: Health) -> Json:
+def _reasons(reasons: Iterable[Reason]) -> Json:
+    return {"reasons": [r.text for r in reasons], "codes": [r.code for r in reasons]}
+
+
+def _coordinator(health: CoordinatorHealth) -> Json:
+    code = health.reason.code if health.reason else None
+    return {"state": health.state, "reason": health.text, "code": code}
+
+
+def _engine(health: EngineHealth) -> Json:
+    engine = health.engine
     return {
         "engine": engine.label,
         "epoch": f"{engine.epoch:016x}",
@@ -151,7 +162,7 @@ def _engine(engine: EngineReading, health: Health) -> Json:
         "published": engine.blocks.ready,
         "peers": sum(not peer.suspected for peer in engine.peers),
         "imported_tokens": engine.counters["imported_tokens"],
-        "reasons": list(health.reasons),
+        **_reasons(health.reasons),
     }
 
 
@@ -161,14 +172,15 @@ def _unknown(space: NamespaceReading, epoch: Epoch) -> Json:
     return {"epoch": f"{epoch:016x}", "engine": peer.name if peer else None, "pid": pid}
 
 
-def _declined(told: Declined) -> Json:
+def _declined(health: DeclinedHealth) -> Json:
+    record = health.record
     return {
-        "engine": told.engine,
-        "pid": told.pid,
-        "model": told.model,
-        "state": State.HEALTHY if told.on_purpose else State.DEGRADED,
-        "reasons": [f"not sharing: {told.reason}"],
-        "since": told.since,
+        "engine": record.engine,
+        "pid": record.pid,
+        "model": record.model,
+        "state": health.state,
+        **_reasons([health.reason]),
+        "since": record.since,
     }
 
 
@@ -187,13 +199,12 @@ _COLUMNS: Columns = {
 }
 
 
-def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
-    for space in cleaned(as_json(reading, limits))["namespaces"]:
+def _lines(found: Json) -> Iterator[str]:
+    for space in found["namespaces"]:
         coordinator = space["coordinator"]
-        said = coordinator["reason"] or "coordinator healthy"
-        yield f"namespace {space['namespace']}: {said}"
+        yield f"namespace {space['namespace']}: {coordinator['reason'] or 'coordinator healthy'}"
         yield from table(_COLUMNS, [*space["engines"], *space["declined"]])
-        coordinated = not coordinator["reason"].startswith(NO_COORDINATOR)
+        coordinated = coordinator["code"] != Code.NO_COORDINATOR
         others = [leftover(e["epoch"], coordinated, e["engine"] or "") for e in space["ended"]]
         others += [f"engine {_called(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]
         yield from (f"    {line}" for line in others[:MOST_LINES])
@@ -205,8 +216,8 @@ def _called(engine: Json) -> str:
     return engine_name(int(engine["epoch"], 16), engine["engine"] or "", engine["pid"] or 0)
 
 
-def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:
-    answers = list(_answers(probe, reading, limits))
+def _probe(probe: str, health: NodeHealth) -> int:
+    answers = list(_answers(probe, health))
     failures = [why for good, why in answers if not good]
     if not answers and probe != "serving":
         failures = ["there is no coordinator" if probe == "coordinator" else "there is no engine"]
@@ -215,28 +226,28 @@ def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:
     return EXIT_NO if failures else 0
 
 
-def _answers(probe: str, reading: NodeReading, limits: Limits) -> Iterator[tuple[bool, str]]:
+def _answers(probe: str, health: NodeHealth) -> Iterator[tuple[bool, str]]:
     """Whether each engine, or coordinator, passes, and what to say if not."""
-    for space in reading.namespaces:
+    for space in health.namespaces:
+        reading, coordinator = space.reading, space.coordinator
         if probe == "coordinator":
-            state, why = judge_coordinator(space, reading.at_ns, limits)
-            yield state is State.HEALTHY, f"namespace {space.name}: {why}"
+            why = f"namespace {reading.name}: {coordinator.text}"
+            yield coordinator.state is State.HEALTHY, why
             continue
-        for engine in space.engines:
-            health = judge(engine, space, reading.at_ns, limits)
-            if health.progress is None and probe in ("progress", "serving"):
-                print(f"{clean(engine.log_name)}: {health.reasons[-1]}", file=sys.stderr)
-            yield _passes(probe, health), f"{engine.log_name}: {'; '.join(health.reasons)}"
-        for epoch in space.ended:
-            yield False, f"{space.name_of(epoch)} has ended"
-        for epoch, why in space.unreadable.items():
-            yield False, f"{space.name_of(epoch)}: {why}"
-        for told in space.declined:  # nothing of kvshm is in it that could hang
-            name = engine_name(name=told.engine, pid=told.pid)
-            yield probe != "ready", f"{name}: not sharing: {told.reason}"
+        for each in space.engines:
+            if each.progress is None and probe in ("progress", "serving"):
+                print(f"{clean(each.engine.log_name)}: {each.texts[-1]}", file=sys.stderr)
+            yield _passes(probe, each), f"{each.engine.log_name}: {'; '.join(each.texts)}"
+        for ended in space.ended:
+            yield False, f"{reading.name_of(ended.epoch)} has ended"
+        for unreadable in space.unreadable:
+            yield False, f"{reading.name_of(unreadable.epoch)}: {unreadable.reason.text}"
+        for declined in space.declined:  # nothing of kvshm is in it that could hang
+            name = engine_name(name=declined.record.engine, pid=declined.record.pid)
+            yield probe != "ready", f"{name}: {declined.reason.text}"
 
 
-def _passes(probe: str, health: Health) -> bool:
+def _passes(probe: str, health: EngineHealth) -> bool:
     return {
         "live": health.live,
         "ready": health.ready,

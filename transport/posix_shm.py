@@ -252,7 +252,7 @@ class PosixShmTransport(OwnCache):
         return msgspec.msgpack.encode(MemoryReply("ok", epoch, stays=True)), self._fds
 
     def withdraw(self) -> Callable[[], int]:
-        """See ``kvshm.interfaces.load_transport``."""
+        """See SupportsWithdraw."""
         self.epoch = Epoch(0)
         return lambda: 0 if self._server is None else self._server.connections
 

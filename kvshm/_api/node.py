@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 
 from kvshm._base.ids import BlockHash, BlockId
 from kvshm._engine.groups import Group
@@ -16,6 +17,17 @@ from .load import Found, Load, pauses
 from .lookups import all_lengths, held_by_peers
 from .membership import Membership
 from .prefix_keys import Extra, prefix_keys
+
+
+class Held(StrEnum):
+    """Who holds a block (``Node.contains``)."""
+
+    OWN = "own"
+    """This engine."""
+    PEER = "peer"
+    """Another one."""
+    NONE = ""
+    """Nobody that is known."""
 
 
 class Node(Membership):
@@ -77,10 +89,10 @@ class Node(Membership):
                 return tuple(range(found.start + 1, found.length + 1))
             return all_lengths(halves.cache.planner.search, state, found)
 
-    def contains(self, keys: Sequence[bytes], group: int = 0) -> list[str]:
-        """Return who holds the block of each key: ``own`` if this engine has published it, or will
-        once it may, else ``peer`` if another one seems to hold it, else an empty string.  Counts
-        nothing."""
+    def contains(self, keys: Sequence[bytes], group: int = 0) -> list[Held]:
+        """Return who holds the block of each key: Held.OWN if this engine has published it, or will
+        once it may, else Held.PEER if another one seems to hold it, else Held.NONE, which is false.
+        Counts nothing."""
         keys = checked_keys(keys)
         self._own.check_group(group)
         with self._lock:
@@ -88,7 +100,8 @@ class Node(Membership):
             if self._living() is not None and self._open is not None and not self._paused:
                 held = held_by_peers(self._open, keys, self._groups.all[group])
             own = (self._own.find(key, group) is not None for key in keys)
-            return ["own" if o else "peer" * h for o, h in zip(own, held, strict=True)]
+            peer = (Held.PEER if there else Held.NONE for there in held)
+            return [Held.OWN if o else other for o, other in zip(own, peer, strict=True)]
 
     def wait_for(
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0

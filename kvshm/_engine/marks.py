@@ -11,19 +11,31 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 from kvshm import _native
 from kvshm._base.ids import BlockId
 
-Run: TypeAlias = (
-    tuple[list[bytes], int, bytes]
-    | tuple[list[bytes], int, bytes, int]
-    | tuple[list[bytes], int, bytes, int, object]
-)
-"""Consecutive blocks of a chain: the chain's hashes, the index of the first block, and the
-blocks, packed with their versions.  The chain has one hash for each block, or as many as the
-fourth element says; then a block's own is its last.  The fifth element is the run's owner."""
+
+class Run(NamedTuple):
+    """Consecutive blocks of a chain."""
+
+    chain: list[bytes]
+    """The chain's hashes."""
+    first: int
+    """Index of the first block."""
+    packed: bytes
+    """The blocks with their versions (``Marks.with_versions``)."""
+    scale: int = 1
+    """Hashes of the chain for each block.  The last of them is the block's own."""
+    owner: Any = None
+    """For the caller."""
+
+    @property
+    def end(self) -> int:
+        """The index behind the last block."""
+        return self.first + len(self.packed) // _PAIR.size
+
 
 SOUND = 1
 """Flag.  The other flag, 2, is the native module's: the block is published."""
@@ -86,26 +98,6 @@ mark behind so many hashes), ``epochs`` and ``preemptions`` (for which that was 
 objects, each with the first hash whose block is written and the token before which it ends."""
 
 
-def make_run(
-    chain: list[bytes], first: int, packed: bytes, scale: int = 1, owner: object = None
-) -> Run:
-    """Return a run of blocks, each of which covers ``scale`` hashes of the chain.  ``owner`` is for
-    the caller, who gets it back from ``owner_of``."""
-    if owner is not None:
-        return chain, first, packed, scale, owner
-    return (chain, first, packed) if scale == 1 else (chain, first, packed, scale)
-
-
-def owner_of(run: Run) -> Any:
-    """Return the ``owner`` that the run was made with."""
-    return run[4] if len(run) == 5 else None
-
-
-def end_of(run: Run) -> int:
-    """Return the index behind the run's last block."""
-    return run[1] + len(run[2]) // _PAIR.size
-
-
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:
     """Return the blocks that the runs name."""
-    return [BlockId(block) for run in runs for block, _ in _PAIR.iter_unpack(run[2])]
+    return [BlockId(block) for run in runs for block, _ in _PAIR.iter_unpack(run.packed)]

@@ -5,6 +5,7 @@ Both engines log the reason, each with its own value first.  Pure.
 
 from __future__ import annotations
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.fingerprint import (
     DTYPE,
     KV_DTYPE,
@@ -17,6 +18,7 @@ from kvshm._base.fingerprint import (
 )
 from kvshm._base.log import engine_name
 from kvshm._base.log_format import quote
+from kvshm._base.log_lines import FilledLine
 from kvshm._shm.error_log import TEXT_BYTES
 
 from .protocol import IncompatibleEngine
@@ -35,11 +37,11 @@ _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
 
-def log_line(other: IncompatibleEngine) -> str:
+def log_line(other: IncompatibleEngine) -> FilledLine:
     """Return the log line about an incompatible engine: the first differing field with both
     values, and the names of the other differing fields."""
     who = engine_name(name=other.name, pid=other.pid)
-    return f"engine {who} cannot share with this one: {reason(other, LINE_CHARACTERS)}"
+    return CoreLine.INCOMPATIBLE.fill(who, reason(other, LINE_CHARACTERS))
 
 
 def error_log_entry(other: IncompatibleEngine) -> str:

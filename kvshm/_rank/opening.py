@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Rank
 from kvshm._base.log import logger
 from kvshm._base.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm.config import Config
-from kvshm.interfaces import Region
+from kvshm.interfaces import Region, TransportClass
 
 from .rank_half import RankHalf
 
@@ -23,20 +24,20 @@ def open_rank(
     config: Config,
     run_dir: Path,
     rank: Rank | int,
-    transport: Any,
+    transport: TransportClass,
     memory: Any,
     regions: Sequence[Region],
 ) -> RankHalf:
     """Return the half of rank ``rank``, whose KV blocks lie in ``regions`` of ``memory``.
 
-    ``transport``: a class (``kvshm.interfaces.load_transport``); ``memory``: what that class takes.
+    ``transport``: its class; ``memory``: what that class takes.
     Raises TransportError, leaving nothing open, if the memory cannot be shared, or if no thread or
     descriptor is left.
     """
     if config.fault is not None:
-        log.warning("KVSHM_FAULT=%s: every import is made wrong on purpose", config.fault)
+        log.line(CoreLine.FAULT_SET, config.fault)
     socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)
-    wanted = getattr(transport, "settings", ())
+    wanted: tuple[str, ...] = getattr(transport, "settings", ())  # SupportsSettings
     opened = transport(
         memory=memory,
         regions=list(regions),

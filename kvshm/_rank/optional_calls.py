@@ -1,28 +1,39 @@
-"""Methods of a transport besides those of Transport (kvshm.interfaces.load_transport)."""
+"""Calls methods that a transport need not have: those of ``Supports...`` in kvshm.interfaces."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.log import logger
 
 log = logger(__name__)
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
-class Called(NamedTuple):
+
+class Called(NamedTuple, Generic[_Result]):
     """How a call went."""
 
     worked: bool
-    result: Any = None
+    result: _Result | None = None
 
 
-def call_optional(owner: object, name: str, *arguments: object) -> Called:
-    """Call a method of a transport, or of its copies, that it need not have.  Never raises: nothing
-    that depends on such a method is needed for a load."""
+def call_optional(
+    owner: object,
+    method: Callable[Concatenate[Any, _Arguments], _Result],
+    *arguments: _Arguments.args,
+    **named: _Arguments.kwargs,
+) -> Called[_Result]:
+    """Call ``method``, a method of a protocol, by its name on ``owner``, which need not have it.
+    Never raises: no load depends on such a method."""
+    name = method.__name__
     try:
-        if (method := getattr(owner, name, None)) is None:
+        if (own := getattr(owner, name, None)) is None:
             return Called(worked=False)
-        return Called(worked=True, result=method(*arguments))
+        return Called(worked=True, result=own(*arguments, **named))
     except Exception:  # any, of a transport: it does without
-        log.debug("%s of the transport failed", name, exc_info=True)
+        log.line(CoreLine.OPTIONAL_CALL_FAILED, name, exc_info=True)
         return Called(worked=False)

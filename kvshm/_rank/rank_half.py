@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
 from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._base.log import logger
@@ -28,12 +29,11 @@ from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
-from kvshm._shm.counters import LOADS_STARTED, LOADS_TOO_LATE
-from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm._shm.progress import FIRST_LOAD_THREAD
+from kvshm._shm.statistics import HOOKS, LOADS_STARTED, LOADS_TOO_LATE
 from kvshm.errors import KvshmError, MemoryInUse
-from kvshm.interfaces import Transport
+from kvshm.interfaces import SupportsLaunchedWork, SupportsThreads, SupportsWithdraw, Transport
 
 from .attachments import AttachmentCache
 from .optional_calls import call_optional
@@ -85,7 +85,6 @@ class RankHalf:
         """The engine's own slot table, mapped by this rank; None outside an epoch."""
         self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
-        self._tidy_failed = False
         # Not a SimpleQueue: a thread that is held up while it calls SimpleQueue.get with a timeout
         # may wait for ever (CPython 3.11), and a load under way then never ends.
         self._loads: queue.Queue[RankLoad | str] = queue.Queue()
@@ -154,15 +153,25 @@ class RankHalf:
     def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
-        launched = call_optional(self.transport, "note_launched").result
-        about = {"verify": self._verify, "clock": self._clock, "launched": launched}
-        new = RankLoad(load, self._attachments, table, wake=self._wake, **about)
+        new = RankLoad(
+            load,
+            self._attachments,
+            table,
+            verify=self._verify,
+            clock=self._clock,
+            launched=self._launched_work(),
+            wake=self._wake,
+        )
         self._begun[load.load_id] = new
         self._loads.put(new)
         self._unreported += 1
         self._show_pending()
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
+
+    def _launched_work(self) -> object | None:
+        """What the model has launched, for the copies that wait for it."""
+        return call_optional(self.transport, SupportsLaunchedWork.note_launched).result
 
     def carries_out(self, load_id: LoadId) -> bool:
         """Whether a load was begun by ``begin_load`` and ``poll`` has yet to report it."""
@@ -191,12 +200,22 @@ class RankHalf:
         MemoryInUse if a copy cannot be stopped: the model must not run.
         """
         table = self.table
-        launched = call_optional(self.transport, "note_launched").result
+        launched = self._launched_work()
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
-        about = {"verify": self._verify, "until": until, "clock": clock, "launched": launched}
-        ongoing = [RankLoad(each, self._attachments, table, **about) for each in loads]
+        ongoing = [
+            RankLoad(
+                each,
+                self._attachments,
+                table,
+                verify=self._verify,
+                until=until,
+                clock=clock,
+                launched=launched,
+            )
+            for each in loads
+        ]
         reports = []
         with self._attachments.pinned([epoch for load in ongoing for epoch in load.peers]):
             while ongoing:
@@ -224,12 +243,12 @@ class RankHalf:
         stay.  ``poll`` returns the reports of the loads.
         """
         self.end_epoch()
-        withdrawn = call_optional(self.transport, "withdraw")
+        withdrawn = call_optional(self.transport, SupportsWithdraw.withdraw)
         for load_id in list(self._begun):
             with suppress(KvshmError):  # it is waited for anyway
                 self.cancel(load_id)
         self._wait_until(self._all_ended)
-        mapped: Callable[[], int] = withdrawn.result if withdrawn.worked else lambda: 0
+        mapped = withdrawn.result or (lambda: 0)
         until = self._clock() + patience
         while (left := mapped()) and self._clock() < until:
             time.sleep(UNMAP_POLL_SECONDS)
@@ -319,7 +338,7 @@ class RankHalf:
         return thread
 
     def _run(self, active: list[RankLoad]) -> None:
-        call_optional(self.transport, "enter_thread")
+        call_optional(self.transport, SupportsThreads.enter_thread)
         while active or not self._closing:
             active = self._go_round(active)
         self._attachments.close()
@@ -371,9 +390,8 @@ class RankHalf:
             self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
             self._attachments.attach_listed()
         except Exception:  # any: the load thread must not end
-            if not self._tidy_failed:
-                log.exception("peers that have ended could not be unmapped, or new ones attached")
-            self._tidy_failed = True
+            if self._attachments.log_limit.allows(CoreLine.TIDY_FAILED):
+                log.line(CoreLine.TIDY_FAILED, exc_info=True)
 
 
 def _is_late(report: LoadReport) -> bool:

@@ -11,13 +11,13 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kvshm import _native
 from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.errors import SegmentError
 
-from .counters import PUBLISHED, RETRACTED, Counters
+from .counters import Counters
 from .histograms import Histograms
 from .layout import (
     CREATED_OFFSET,
@@ -49,10 +49,13 @@ from .layout import (
 from .progress import CLIENT, SCHEDULER, OwnProgress
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
+from .statistics import PUBLISHED, RETRACTED
 from .table_header import FIXED, NAMES, Clock, seconds_left
 from .traffic import OwnTraffic
 
 _MAX_MS = (1 << 32) - 1
+
+_Run = TypeVar("_Run", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,8 @@ class OwnSlotTable(EngineSlotTable):
         return _native.publish(self._segment.buffer, records, parents, self._age_ms())
 
     def publish_marked(
-        self, marks: bytearray, pool: Sequence[Any], runs: list[_native.Run]
-    ) -> tuple[bytes, list[_native.Run]]:
+        self, marks: bytearray, pool: Sequence[Any], runs: list[_Run]
+    ) -> tuple[bytes, list[_Run]]:
         """Publish the blocks of ``runs`` (``engine.marks.Run``), each if ``pool`` gives the block
         the hash that its run's chain has for it, in the group that ``pool`` gives.  Adds the number
         of published blocks to the counter PUBLISHED.  Returns the event to send, and the runs with

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..api import Load, LoadState, MisuseError, Node
+from ..api import Held, Load, LoadState, MisuseError, Node
 from ._slots import (
     Extra,
     MaskError,
@@ -59,7 +59,7 @@ class Retrieval:
 
     def _places(self, keys: Sequence[bytes]) -> tuple[Place, ...]:
         kinds = self._node.contains(keys)
-        own = next((i for i, kind in enumerate(kinds) if kind != "own"), len(keys))
+        own = next((i for i, kind in enumerate(kinds) if kind is not Held.OWN), len(keys))
         found = self._node.lookup(keys, start=own)
         here = [Place("", "own", own * self._block_size)] if own else []
         there = [Place(o.name, o.transport, o.num_blocks * self._block_size) for o in found.owners]

@@ -107,9 +107,12 @@ class RemoteTransport:
     name = "cuda_ipc"
 
     def __init__(
-        self, process: RankProcess, sizes: Sequence[int], regions: Sequence[Region],
+        self,
+        process: RankProcess,
+        sizes: Sequence[int],
+        regions: Sequence[Region],
         fault: str | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.process = process
         packed = msgspec.msgpack.encode(list(regions)).hex()
         build = {"sizes": list(sizes), "regions": packed, "fault": fault}

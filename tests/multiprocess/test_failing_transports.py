@@ -53,7 +53,8 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     folder = other_package.install(tmp_path, "failing = failing_transport:FailingTransport")
     (folder / "failing_transport.py").write_text(MODULE)
     monkeypatch.syspath_prepend(folder)
-    fails: dict[str, Any] = load_transport("failing").fails
+    transport: Any = load_transport("failing")
+    fails: dict[str, Any] = transport.fails
     yield fails
     fails["at"] = ""
 

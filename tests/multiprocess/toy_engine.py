@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from kvshm._base.fingerprint import TRANSPORT
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Rank, block_hash
@@ -33,7 +34,7 @@ from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
 from kvshm._rank.rank_half import RankHalf
 from kvshm.config import Config
-from kvshm.interfaces import Region, choose_transport
+from kvshm.interfaces import Region, SupportsAllocate, choose_transport
 
 BLOCK_SIZE = 16
 REGIONS = 2
@@ -64,7 +65,9 @@ class ToyRank:
         self.model = model.encode()
         self.pid = os.getpid()
         self.rank, self.region_bytes = Rank(rank), region_bytes
-        self.memory = transport.allocate(REGIONS * num_blocks * region_bytes)
+        self.memory = cast(SupportsAllocate, transport).allocate(
+            REGIONS * num_blocks * region_bytes
+        )
         self.regions = [
             Region(r * num_blocks * region_bytes, region_bytes, region_bytes, num_blocks)
             for r in range(REGIONS)

@@ -41,9 +41,13 @@ class Node:
         self.ranks: list[Rank] = []
 
     def rank(
-        self, gpu: str = "gpu-0", kind: str = "ipc", driver: FakeDriver | None = None,
-        visible: tuple[str, ...] = (), **extra: Any,
-    ) -> Rank:  # fmt: skip
+        self,
+        gpu: str = "gpu-0",
+        kind: str = "ipc",
+        driver: FakeDriver | None = None,
+        visible: tuple[str, ...] = (),
+        **extra: Any,
+    ) -> Rank:
         driver = driver or self.machine.process(gpu, visible)
         address = driver.make(NBYTES, kind)
         memory = DeviceMemory(address, NBYTES)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -17,7 +15,15 @@ PAGES = sorted(
 IMAGES = "IMAGE|python:3.11|tonistiigi/binfmt"
 """What docker runs on the pages."""
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+def check_pages(things: Callable[[Path], Iterator[tuple[str, bool]]]) -> None:
+    """Show all that is wrong on any page.  ``things`` yields whatever of one kind stands on a
+    page, and whether it is right; one that finds nothing on all pages does not know how it is
+    written."""
+    found = [(page, *each) for page in PAGES for each in things(page)]
+    assert found
+    wrong = [f"{page.relative_to(ROOT)}: {thing}" for page, thing, right in found if not right]
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def blocks(page: Path) -> Iterator[str]:

@@ -189,7 +189,7 @@ def test_a_buffer_that_is_closed_inserts_nothing(buffer: LookupBuffer) -> None:
     assert holds(buffer) == ["own", ""]
 
 
-def holds(buffer: LookupBuffer) -> list[str]:
+def holds(buffer: LookupBuffer) -> list[kvshm.Held]:
     node = buffer._node
     return node.contains(node.keys(TOKENS))
 

@@ -210,9 +210,14 @@ def test_every_way_copies_the_same_fragments(
 
 
 def submit(
-    driver: Driver, way: str, table: RegionTable, sources: list[int], targets: list[int],
-    stream: Any, stopped: bool = False,
-) -> None:  # fmt: skip
+    driver: Driver,
+    way: str,
+    table: RegionTable,
+    sources: list[int],
+    targets: list[int],
+    stream: Any,
+    stopped: bool = False,
+) -> None:
     one, other = array("q", sources), array("q", targets)
     if way == "batch":
         driver.copy_batch(table, memoryview(one).cast("B"), memoryview(other).cast("B"), stream)

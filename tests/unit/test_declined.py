@@ -24,7 +24,7 @@ from kvshm._node.leftovers import clear
 from kvshm.config import Config
 from kvshm.hooks import boundary
 from kvshm.tools.cli import main
-from kvshm.tools.node.health import Limits, State, judge_node
+from kvshm.tools.node.health import State, judge_node
 from kvshm.tools.node.reader import NodeReader
 
 SPACE = "n"
@@ -154,7 +154,7 @@ def test_a_look_at_the_node_shows_them(run_dir: Path) -> None:
         "e": ("prefix caching is off", False),
         "f": ("KVSHM_SHARE=none", True),
     }
-    assert judge_node(reading, Limits()) is State.DEGRADED
+    assert judge_node(reading).state is State.DEGRADED
 
 
 def test_texts_that_would_disturb_a_terminal_or_an_encoding_are_made_plain(run_dir: Path) -> None:

@@ -14,7 +14,7 @@ from kvshm._base import syncpoints, timing
 from kvshm._base.setting_sources import FILE_VARIABLE
 from kvshm.config import SETTINGS
 
-from .pages import PAGES, ROOT, every_page, options, spans
+from .pages import PAGES, ROOT, check_pages, options, spans
 
 VARIABLES = {setting.name for setting in SETTINGS}
 VARIABLES |= {FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE}
@@ -60,27 +60,36 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@every_page
-def test_variables_are_settings(page: Path) -> None:
-    named = set(re.findall(r"\bKVSHM_[A-Z_]*[A-Z]\b", page.read_text()))
-    assert named <= VARIABLES | INJECTED | RESULTS
+def variables(page: Path) -> Iterator[tuple[str, bool]]:
+    for name in re.findall(r"\bKVSHM_[A-Z_]*[A-Z]\b", page.read_text()):
+        yield name, name in VARIABLES | INJECTED | RESULTS
 
 
-@every_page
-def test_commands_have_the_options_that_are_named(page: Path) -> None:
+def test_variables_are_settings() -> None:
+    check_pages(variables)
+
+
+def options_of_commands(page: Path) -> Iterator[tuple[str, bool]]:
     for command, named in commands(page):
-        assert set(named) <= set(options(help_of(command))), command
+        known = options(help_of(command))
+        yield from ((f"{command} {option}", option in known) for option in named)
 
 
-@every_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_commands_have_the_options_that_are_named() -> None:
+    check_pages(options_of_commands)
+
+
+def links(page: Path) -> Iterator[tuple[str, bool]]:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in link:
-            continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        if "://" not in link:
+            yield link, target.exists() and (not anchor or anchor in anchors(target))
+
+
+def test_links_lead_somewhere() -> None:
+    assert sum("#" in link for page in PAGES for link, _ in links(page)) > 30
+    check_pages(links)
 
 
 def test_every_page_is_linked_from_the_readme_or_a_page_that_is() -> None:
@@ -88,17 +97,19 @@ def test_every_page_is_linked_from_the_readme_or_a_page_that_is() -> None:
     while coming:
         if (page := coming.pop().resolve()) not in found:
             found.add(page)
-            links = re.findall(r"\]\(([^):#\s]+\.md)", page.read_text())
-            coming += [page.parent / link for link in links]
+            linked = re.findall(r"\]\(([^):#\s]+\.md)", page.read_text())
+            coming += [page.parent / link for link in linked]
     assert set(PAGES) <= found
 
 
-@every_page
-def test_files_in_backticks_exist(page: Path) -> None:
+def files(page: Path) -> Iterator[tuple[str, bool]]:
     for span in spans(page):
-        if not re.fullmatch(r"[\w.-]+(/[\w.*-]*)+", span) or NO_FILES.fullmatch(span):
-            continue
-        assert any(next(base.glob(span), None) for base in (ROOT, page.parent)), span
+        if re.fullmatch(r"[\w.-]+(/[\w.*-]*)+", span) and not NO_FILES.fullmatch(span):
+            yield span, any(next(base.glob(span), None) for base in (ROOT, page.parent))
+
+
+def test_files_in_backticks_exist() -> None:
+    check_pages(files)
 
 
 def test_commands_are_found() -> None:

@@ -14,7 +14,6 @@ from kvshm._engine.marks import Marks, Run, blocks_of
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers
 from kvshm._replica.index import ApplyResult, Replica
 from kvshm._replica.index_layout import tag_in_group
-from kvshm._shm.counters import MISS_NO_OWNER, MISS_QUARANTINED
 from kvshm._shm.layout import (
     TABLE_HEADER_BYTES,
     BlockRecord,
@@ -24,6 +23,7 @@ from kvshm._shm.layout import (
     unpack_records,
 )
 from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.statistics import MISS_NO_OWNER, MISS_QUARANTINED
 from kvshm.tools.check import check_once
 
 from .dumps import Node, chain_of, hash_of
@@ -207,8 +207,8 @@ def test_a_block_is_published_in_the_group_of_vllm_s_key(
         pool[block].block_hash = keyed(HASHES[index], group)
     packed, _ = marks.write([pool[4], pool[2], pool[5]], 0, 3, 3)
     marks.clear([BlockId(2)])  # so that the chain has to say who the parent of 5 is
-    run: Run = (chain, 0, packed, scale)
-    assert blocks_of([run, (chain, 0, packed)]) == [4, 2, 5] * 2
+    run = Run(chain, 0, packed, scale)
+    assert blocks_of([run, Run(chain, 0, packed)]) == [4, 2, 5] * 2
     records, left = table.publish_marked(marks.packed, pool, [run])
     assert (left, ready(table)) == ([], {4, 5})
     assert list(unpack_records(records)) == [
@@ -233,7 +233,7 @@ def test_the_parent_in_a_run_is_the_block_before_at_every_scale(table: AnyTable)
 def test_a_run_that_waits_comes_back_as_it_was_given(table: AnyTable) -> None:
     pool, marks = [PoolBlock(block) for block in range(8)], Marks(8)
     packed, _ = marks.write(pool, 0, 1, 1)
-    runs: list[Run] = [(chain_at(2, 3), 0, packed, 2), (chain_at(1, 3), 0, packed)]
+    runs = [Run(chain_at(2, 3), 0, packed, 2), Run(chain_at(1, 3), 0, packed)]
     _, left = table.publish_marked(marks.packed, pool, runs)
     assert [one is other for one, other in zip(left, runs, strict=True)] == [True, True]
 
@@ -243,10 +243,10 @@ def test_a_block_whose_hash_ends_beyond_the_chain_is_not_published(table: AnyTab
     for block in pool:
         block.block_hash = keyed(HASHES[0], 0)
     packed, _ = marks.write(pool, 0, 1, 1)
-    runs: list[Run] = [
-        ([HASHES[0]] * 5, 2, packed, 2),
-        ([HASHES[0]] * 5, 1, packed, 2**62),
-        ([HASHES[0]] * 5, 2**62, packed, 2),
+    runs = [
+        Run([HASHES[0]] * 5, 2, packed, 2),
+        Run([HASHES[0]] * 5, 1, packed, 2**62),
+        Run([HASHES[0]] * 5, 2**62, packed, 2),
     ]
     assert table.publish_marked(marks.packed, pool, runs) == (b"", [])
     for scale in (0, -1):

@@ -11,8 +11,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from kvshm._shm import layout as records
 
 TREE = Path(__file__).parents[2]
@@ -73,18 +71,22 @@ def test_a_changed_number_reaches_page_and_header(tmp_path: Path) -> None:
     assert "| 77 | `NUM_TICKETS` |" in (tmp_path / "docs/layout.md").read_text()
 
 
-@pytest.mark.parametrize("constant", CONSTANTS)
-def test_page_gives_each_constant_its_value(constant: str) -> None:
-    value = records.numbers()[constant]
-    assert [number for number, _, name in ROWS if name == constant] == [value]
+def test_page_gives_each_constant_its_value() -> None:
+    numbers = records.numbers()
+    shown = {c: [number for number, _, name in ROWS if name == c] for c in CONSTANTS}
+    assert len(shown) > 50
+    assert shown == {constant: [numbers[constant]] for constant in CONSTANTS}
 
 
 def test_page_names_no_constant_that_does_not_exist() -> None:
     assert {name for _, _, name in ROWS if name} <= set(CONSTANTS)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.splitlines()[0])
-def test_fields_do_not_overlap(section: str) -> None:
-    fields = [(offset, size) for offset, size, _ in rows(section) if size]
-    for (offset, size), (following, _) in pairwise(fields):
-        assert offset + size <= following
+def test_fields_do_not_overlap() -> None:
+    compared = 0
+    for section in SECTIONS:
+        fields = [(offset, size, name) for offset, size, name in rows(section) if size]
+        for (offset, size, name), (following, _, next_name) in pairwise(fields):
+            assert offset + size <= following, f"{name}, {next_name}"
+            compared += 1
+    assert compared > 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvshm._base.ids import BlockId, Epoch, Fingerprint
-from kvshm._engine.marks import Marks, blocks_of, touching
+from kvshm._engine.marks import Marks, Run, blocks_of, touching
 from kvshm._shm.layout import SlotState, unpack_records
 from kvshm._shm.own_slot_table import TableSpec
 
@@ -105,7 +105,7 @@ def ready(table: AnyTable) -> set[int]:
 def test_a_step_makes_sound_what_it_completes_and_nothing_else(pool: list[Block]) -> None:
     marks, blocks = Marks(8), [pool[5], pool[2], pool[7]]
     packed, published = marks.write(blocks, 0, 3, 2)
-    assert (blocks_of([(CHAIN, 0, packed)]), published) == ([5, 2], [])
+    assert (blocks_of([Run(CHAIN, 0, packed)]), published) == ([5, 2], [])
     assert marks.sound(blocks, 3) == 2
     assert marks.sound(blocks, 1) == 1
     marks.withdraw([BlockId(2)])

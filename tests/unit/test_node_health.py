@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvshm._shm.error_log import LoggedError
 from kvshm._shm.progress import Progress
 from kvshm.tools.node.health import (
     CANNOT_TELL,
-    Health,
+    Code,
     Limits,
     State,
     judge,
@@ -62,8 +62,24 @@ def seconds_ago(seconds: float) -> int:
     return NOW - round(seconds * 1e9)
 
 
-def found(space: NamespaceReading = SPACE, **changed: Any) -> Health:
-    return judge(replace(ENGINE, **changed), space, NOW, LIMITS)
+class Found(NamedTuple):
+    """A judgement as people read it."""
+
+    live: bool
+    ready: bool
+    progress: bool | None
+    state: State
+    reasons: tuple[str, ...]
+
+
+def found(space: NamespaceReading = SPACE, **changed: Any) -> Found:
+    health = judge(replace(ENGINE, **changed), space, NOW, LIMITS)
+    return Found(health.live, health.ready, health.progress, health.state, tuple(health.texts))
+
+
+def codes(space: NamespaceReading = SPACE, **changed: Any) -> list[Code]:
+    health = judge(replace(ENGINE, **changed), space, NOW, LIMITS)
+    return [reason.code for reason in health.reasons]
 
 
 def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
@@ -80,14 +96,15 @@ def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said()
     for rested in (-40_000.0, 0.0, 200.0):
         loops = tuple(e._replace(pending=1, last_ns=seconds_ago(rested)) for e in ENGINE.progress)
         played = {"clock_known": False, "progress": loops, "loads_since": (seconds_ago(rested),)}
-        assert found(**played) == Health(True, True, None, State.HEALTHY, (why,))
+        assert found(**played) == Found(True, True, None, State.HEALTHY, (why,))
         assert found(**played, died=True).reasons == ("a worker process has ended",)
         assert found(**played, joined=False).state is State.DEGRADED
     unshown = replace(SPACE, coordinator_ns=None)
-    state, told = judge_coordinator(unshown, NOW, LIMITS)
-    assert (state, told.endswith(f"cannot be told: {CANNOT_TELL}")) == (State.HEALTHY, True)
+    unknown = judge_coordinator(unshown, NOW, LIMITS)
+    assert unknown.state is State.HEALTHY
+    assert unknown.text.endswith(f"cannot be told: {CANNOT_TELL}")
     silent = replace(unshown, coordinator_answers=False)
-    assert judge_coordinator(silent, NOW, LIMITS)[0] is State.DEGRADED
+    assert judge_coordinator(silent, NOW, LIMITS).state is State.DEGRADED
 
 
 def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
@@ -105,8 +122,30 @@ def test_an_engine_without_a_lease_bit_is_degraded() -> None:
     assert found(lease_bit=3, errors=(told,)).state is State.HEALTHY
 
 
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"owner_died": True}, Code.ENDED),
+        ({"died": True}, Code.RANK_ENDED),
+        ({"answers": False}, Code.SILENT),
+        ({"progress": (Progress("scheduler", 1, NOW - 61 * 10**9, True),)}, Code.SCHEDULER_STALLED),
+        ({"progress": (Progress("client", 1, NOW - 61 * 10**9, False),)}, Code.LOOP_STALLED),
+        ({"retired": True}, Code.EPOCH_ENDED),
+        ({"life": (True, False)}, Code.NOT_OPENED),
+        ({"joined": False}, Code.NOT_JOINED),
+        ({"loads_since": (1,)}, Code.LONG_LOAD),
+        ({"life": (False, False)}, Code.WAITS),
+        ({"clock_known": False}, Code.CLOCK_UNKNOWN),
+        ({"counters": {"hook_errors": 1, "mismatched": 0}}, Code.HOOK_FAILED),
+        ({"counters": {"hook_errors": 0, "mismatched": 1}}, Code.MISMATCHED),
+    ],
+)
+def test_each_reason_has_the_code_that_programs_read(changed: dict[str, Any], code: Code) -> None:
+    assert codes(**changed) == [code]
+
+
 def test_an_engine_without_faults_is_healthy() -> None:
-    assert found() == Health(True, True, True, State.HEALTHY, ())
+    assert found() == Found(True, True, True, State.HEALTHY, ())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +160,7 @@ def test_what_does_not_live_is_down_whatever_else_there_is(
     changed: dict[str, Any], reason: str
 ) -> None:
     wrong = {"retired": True, "loads_since": (1,), "progress": with_loop("client", 0, 99)}
-    assert found(**changed, **wrong) == Health(False, False, False, State.DOWN, (reason,))
+    assert found(**changed, **wrong) == Found(False, False, False, State.DOWN, (reason,))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +176,7 @@ def test_what_does_not_live_is_down_whatever_else_there_is(
     ],
 )
 def test_what_is_not_ready_serves_on_unshared(changed: dict[str, Any], reason: str) -> None:
-    assert found(**changed) == Health(True, False, True, State.DEGRADED, (reason,))
+    assert found(**changed) == Found(True, False, True, State.DEGRADED, (reason,))
 
 
 def test_an_engine_without_a_request_yet_is_healthy_but_not_ready() -> None:
@@ -198,6 +237,7 @@ def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_fi
     assert found(replace(SPACE, engines=(ENGINE, other)), errors=errors).reasons == (
         f"shares with nobody here: {text}",
     )
+    assert codes(replace(SPACE, engines=(ENGINE, other)), errors=errors) == [Code.ALONE]
     for engines in (
         (ENGINE,),
         (ENGINE, other, replace(other, epoch=Epoch(3), fingerprint="00")),
@@ -209,9 +249,18 @@ def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_fi
 
 def test_a_coordinator_that_is_missing_silent_or_stalled_is_told_apart() -> None:
     def told(**changed: Any) -> tuple[State, str]:
-        return judge_coordinator(replace(SPACE, **changed), NOW, LIMITS)
+        health = judge_coordinator(replace(SPACE, **changed), NOW, LIMITS)
+        return health.state, health.text
 
     assert told() == (State.HEALTHY, "")
+    stalled = judge_coordinator(replace(SPACE, coordinator_answers=False), NOW, LIMITS)
+    missing = judge_coordinator(replace(SPACE, coordinated=False), NOW, LIMITS)
+    assert stalled.reason is not None
+    assert missing.reason is not None
+    assert (stalled.reason.code, missing.reason.code) == (
+        Code.COORDINATOR_STALLED,
+        Code.NO_COORDINATOR,
+    )
     assert told(coordinator_ns=0) == (State.HEALTHY, "")
     assert told(coordinated=False, coordinator_answers=False)[1].startswith("no coordinator runs")
     assert told(coordinator_answers=False)[1] == "coordinator stalled: it does not answer"
@@ -223,7 +272,7 @@ def test_a_coordinator_that_is_missing_silent_or_stalled_is_told_apart() -> None
 
 def test_a_node_is_as_well_as_what_does_worst_on_it() -> None:
     def state(*spaces: NamespaceReading) -> State:
-        return judge_node(NodeReading(NOW, spaces), LIMITS)
+        return judge_node(NodeReading(NOW, spaces), LIMITS).state
 
     good = replace(SPACE, engines=(ENGINE,))
     assert state(good) is State.HEALTHY
@@ -232,4 +281,7 @@ def test_a_node_is_as_well_as_what_does_worst_on_it() -> None:
     assert state(replace(good, unreadable={Epoch(2): "why"})) is State.DOWN
     assert state(replace(good, engines=(ENGINE, replace(ENGINE, retired=True)))) is State.DEGRADED
     assert state() is State.DOWN
+    odd = replace(good, unreadable={Epoch(2): "a", Epoch(3): "b"}, silent=frozenset({Epoch(3)}))
+    (space,) = judge_node(NodeReading(NOW, (odd,)), LIMITS).namespaces
+    assert [each.reason.code for each in space.unreadable] == [Code.UNREADABLE, Code.SILENT]
     assert worst(iter(())) is State.HEALTHY

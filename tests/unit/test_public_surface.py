@@ -53,7 +53,7 @@ def surface() -> list[str]:
 
 def names_of(module: ModuleType) -> set[str]:
     """``__all__``, or the names without underscore of what a module defines itself."""
-    if named := getattr(module, "__all__", None):
+    if named := (kvshm if module is api else module).__dict__.get("__all__"):
         return {*named}
     made_in = {
         name: getattr(thing, "__module__", module.__name__)
@@ -148,8 +148,8 @@ def test_the_surface_is_as_listed() -> None:
 
 
 def test_the_package_has_the_names_of_the_api() -> None:
-    assert kvshm.__all__ == api.__all__ == sorted(api.__all__, key=order)
-    for name in api.__all__:
+    assert kvshm.__all__ == sorted(kvshm.__all__, key=order)
+    for name in kvshm.__all__:
         assert getattr(kvshm, name) is getattr(api, name)
     with pytest.raises(AttributeError, match="no attribute 'Segment'"):
         kvshm.Segment  # noqa: B018
@@ -182,15 +182,21 @@ DOCUMENTED = {
 }
 
 
-@pytest.mark.parametrize("thing", DOCUMENTED.values(), ids=DOCUMENTED)
-def test_everything_public_says_what_it_does(thing: Any) -> None:
-    assert inspect.getdoc(thing)
+def without_docstring(name: str, thing: Any) -> Iterator[str]:
+    if not inspect.getdoc(thing):
+        yield name
     if not inspect.isclass(thing) or issubclass(thing, enum.Enum):
         return
-    for name in members(thing):
-        member = inspect.getattr_static(thing, name, None)
-        if isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(member):
-            assert name in PROTOCOLS or inspect.getdoc(member), f"{name} has no docstring"
+    for each in members(thing) - PROTOCOLS:
+        member = inspect.getattr_static(thing, each, None)
+        callable_ = isinstance(member, property | classmethod | staticmethod)
+        if (callable_ or inspect.isfunction(member)) and not inspect.getdoc(member):
+            yield f"{name}.{each}"
+
+
+def test_everything_public_says_what_it_does() -> None:
+    assert len(DOCUMENTED) > 50
+    assert [each for n, thing in DOCUMENTED.items() for each in without_docstring(n, thing)] == []
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from kvshm._base.ids import Rank
 from kvshm._base.syncpoints import SyncPoint
 from kvshm._engine.load_plan import LoadFailure
 from kvshm._rank.rank_half import RankHalf
-from kvshm._shm.counters import LOADS_TOO_LATE
 from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import LOADS_TOO_LATE
 from kvshm.errors import CorruptSegment, MemoryInUse
 from kvshm.interfaces import CopyState
 
@@ -94,9 +94,14 @@ def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_wher
 
 @pytest.mark.parametrize("fenced", [False, True])
 def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
-    cache: RankHalf, own: AnyTable, transport: PlayedTransport, attached: Make, clock: Clock,
-    fenced: bool, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    cache: RankHalf,
+    own: AnyTable,
+    transport: PlayedTransport,
+    attached: Make,
+    clock: Clock,
+    fenced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the model's stream can wait for the copy, nobody else does; where it cannot, the
     caller waits until the cancelled copy has stopped.  The leases go when it has ended."""
     peer = attached()
@@ -133,11 +138,16 @@ def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
 
 
 def test_who_copies_for_a_step_stops_when_its_time_is_up(
-    cache: RankHalf, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf,
+    own: AnyTable,
+    attached: Make,
+    transport: PlayedTransport,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def copies(memory: PlayedMemory, source: object, target: object,
-               keep_going: Callable[[], bool]) -> PlayedCopy:  # fmt: skip
+) -> None:
+    def copies(
+        memory: PlayedMemory, source: object, target: object, keep_going: Callable[[], bool]
+    ) -> PlayedCopy:
         while keep_going():
             clock.now += 1.0
         return PlayedCopy(CopyState.FAILED)
@@ -160,8 +170,9 @@ def test_a_load_none_of_whose_copies_got_a_turn_says_nothing_of_how_long_it_take
     peer = attached()
     loads = [load_of(piece_of(peer, n), name=name) for n, name in ((2, "first"), (3, "second"))]
 
-    def copies(memory: PlayedMemory, source: object, target: object,
-               keep_going: Callable[[], bool]) -> PlayedCopy:  # fmt: skip
+    def copies(
+        memory: PlayedMemory, source: object, target: object, keep_going: Callable[[], bool]
+    ) -> PlayedCopy:
         clock.now += 3.0
         return PlayedCopy(CopyState.DONE if keep_going() else CopyState.FAILED)
 
@@ -179,9 +190,12 @@ def test_a_load_none_of_whose_copies_got_a_turn_says_nothing_of_how_long_it_take
 
 
 def test_a_step_goes_on_only_when_the_cancelled_copy_writes_no_more(
-    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf,
+    attached: Make,
+    transport: PlayedTransport,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A copy that is in the middle of a block ends a while after it was told to."""
     piece = piece_of(attached(), 2)
     transport.state, step, polls = CopyState.PENDING, threading.current_thread(), 10
@@ -204,9 +218,13 @@ def test_a_step_goes_on_only_when_the_cancelled_copy_writes_no_more(
 
 
 def test_a_rank_does_not_wait_for_ever_for_a_copy_that_cannot_be_stopped(
-    cache: RankHalf, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf,
+    own: AnyTable,
+    attached: Make,
+    transport: PlayedTransport,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """It may write over what the model computes: the rank ends, and others read nothing of it."""
     piece = piece_of(attached(), 2)
     transport.state = CopyState.PENDING
@@ -224,9 +242,12 @@ def test_a_rank_does_not_wait_for_ever_for_a_copy_that_cannot_be_stopped(
 
 
 def test_a_process_that_was_stopped_has_not_waited(
-    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf,
+    attached: Make,
+    transport: PlayedTransport,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     piece = piece_of(attached(), 2)
     transport.state, polls = CopyState.PENDING, 0
 
@@ -267,9 +288,12 @@ def test_asked_to_linger_poll_waits_for_what_is_under_way(cache: RankHalf, attac
 
 @pytest.mark.parametrize("second_is_awaited", [False, True])
 def test_a_load_behind_anothers_copies_says_nothing_of_how_long_it_takes(
-    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf,
+    attached: Make,
+    transport: PlayedTransport,
+    clock: Clock,
     second_is_awaited: bool,
-) -> None:  # fmt: skip
+) -> None:
     """A rank makes one copy after the other: what the second waits for the first is not its own."""
     began = time.time()
     peer = attached()
@@ -337,9 +361,12 @@ def test_nothing_is_delivered_if_the_own_epoch_ended_during_the_copy(
 
 
 def test_all_copies_of_a_load_are_stopped_at_once(
-    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf,
+    attached: Make,
+    transport: PlayedTransport,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A step would wait for each of them else, one after the other."""
     pieces = piece_of(attached(), 2), piece_of(attached(), 3)
     transport.state, step = CopyState.PENDING, threading.current_thread()

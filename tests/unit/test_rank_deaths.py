@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvshm._base.ids import Rank
-from kvshm._base.log import REPEAT_SECONDS, RateLimit
+from kvshm._base.log import REPEAT_SECONDS, LogLimit
 from kvshm._engine.load_plan import LoadFailure, LoadReport
 from kvshm._node.peer_list import PeerList, PeerListReader
 from kvshm._node.protocol import EngineInfo, RankInfo
@@ -94,9 +94,12 @@ def test_who_is_listed_is_attached_a_few_at_a_time(
 
 
 def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
-    attachments: AttachmentCache, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    attachments: AttachmentCache,
+    listed: PeerList,
+    transport: PlayedTransport,
+    exporter: Make,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """The epoch ends on the main thread, the list is read on the load thread."""
     listed.write([told(exporter())])
     read = PeerListReader.read_new
@@ -255,9 +258,13 @@ PROCESSES = pytest.mark.parametrize("who", [None, RANK], ids=["engine", "rank"])
 
 @PROCESSES
 def test_no_copy_from_a_dead_exporter_is_begun(
-    attachments: AttachmentCache, listed: PeerList, transport: PlayedTransport, exporter: Make,
-    table: AnyTable, who: Rank | None,
-) -> None:  # fmt: skip
+    attachments: AttachmentCache,
+    listed: PeerList,
+    transport: PlayedTransport,
+    exporter: Make,
+    table: AnyTable,
+    who: Rank | None,
+) -> None:
     """Its life word is as it was, and there is no coordinator."""
     peer = exporter()
     with pulsing(peer.table, who):
@@ -332,11 +339,16 @@ def test_who_has_ended_its_export_is_let_go(
 
 
 def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
-    attachments: AttachmentCache, transport: PlayedTransport, exporter: Make, table: AnyTable,
-    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    attachments: AttachmentCache,
+    transport: PlayedTransport,
+    exporter: Make,
+    table: AnyTable,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     peer = exporter()
-    monkeypatch.setattr(attachments, "log_limit", RateLimit(clock))
+    monkeypatch.setattr(attachments, "log_limit", LogLimit(clock=clock))
     monkeypatch.setattr(attachments, "find", refuse)
     for _ in range(100):
         assert RankLoad(load_of(piece_of(peer, 1)), attachments, table).advance()

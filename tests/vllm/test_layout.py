@@ -20,8 +20,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm.identity.layout import Placement, regions_of, shared_kv_memory
-from kvshm.interfaces import load_transport
 from kvshm.transport.memory import KVMemory
+from kvshm.transport.posix_shm import PosixShmTransport
 
 from .tiny_config import cache_config, engine_config, spec
 
@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_be_shared_is_refused_with_the_reason(
 def test_the_cache_lands_in_shared_memory(config: VllmConfig) -> None:
     zeros = torch.zeros
     plan = cache_config(config, "LBNHC", 7, EQUAL)
-    context = shared_kv_memory(load_transport("posix_shm").allocate)
+    context = shared_kv_memory(PosixShmTransport.allocate)
     with context:
         other = torch.zeros(3)
         caches = allocated(plan)
@@ -226,7 +226,7 @@ def test_the_cache_lands_in_shared_memory(config: VllmConfig) -> None:
     ],
 )
 def test_other_allocations_are_torchs_own(call: Callable[[], torch.Tensor]) -> None:
-    context = shared_kv_memory(load_transport("posix_shm").allocate)
+    context = shared_kv_memory(PosixShmTransport.allocate)
     expected = call()
     with context:
         made = call()
@@ -261,7 +261,7 @@ def test_without_room_the_cache_lies_in_ordinary_memory(config: VllmConfig) -> N
 def test_memory_that_vllm_did_not_take_for_its_cache_is_not_mistaken_for_it(
     config: VllmConfig,
 ) -> None:
-    context = shared_kv_memory(load_transport("posix_shm").allocate)
+    context = shared_kv_memory(PosixShmTransport.allocate)
     plan = cache_config(config, "LBNHC", 7, EQUAL)
     with context:
         decoy = torch.zeros(64, dtype=torch.int8, device=CPU)

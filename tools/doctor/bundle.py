@@ -23,7 +23,6 @@ from typing import Any
 from kvshm.config import SETTINGS
 from kvshm.errors import ConfigError
 
-from ..node.health import Limits
 from ..report import Filters, build_report
 from ..status import as_json as status_of
 from ..tables import Json
@@ -95,7 +94,7 @@ def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
 
 def _contents(seen: Evidence, findings: Findings) -> Iterator[tuple[str, Any]]:
     yield "doctor", as_json(findings)
-    yield "status", _or_why(lambda: status_of(seen.reading, Limits()))
+    yield "status", _or_why(lambda: status_of(seen.health))
     yield "dump", _or_why(lambda: _dump(seen))
     yield "versions", dict(_versions())
     yield "settings", {n: v for n, v in sorted(seen.environ.items()) if n in SHOWN}
@@ -118,7 +117,7 @@ def _contents(seen: Evidence, findings: Findings) -> Iterator[tuple[str, Any]]:
 
 
 def _dump(seen: Evidence) -> Json:
-    if seen.refused or not seen.run_dir.exists():
+    if seen.refused:
         return {}
     report = build_report(seen.run_dir, seen.namespace, Filters())
     shown: Json = _without_hashes(report)

@@ -6,17 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import permutations
 
-from kvshm._base.ids import Epoch
-from kvshm._node.incompatible import differing_field
-
-from ..node.health import Limits, State, judge, judge_coordinator
-from ..node.reading import EngineReading, NamespaceReading
+from ..node.health import Code, State
+from ..node.logged import difference, other_versions
+from ..node.reading import EngineReading
 from ..top.copies import find_copies
 from ..top.rates import measure
 from .checks import Finding, judged, not_applicable, ok, problem, warning
 from .evidence import Evidence
 
-LIMITS = Limits()
 LAG_SECONDS = 1.0
 NO_ENGINE = "there is no engine"
 
@@ -25,25 +22,21 @@ def coordinator(seen: Evidence) -> Finding:
     if not seen.reading.namespaces:
         return not_applicable("there is no engine and no coordinator")
     found = [
-        f"namespace {space.name}: {why}"
-        for space in seen.reading.namespaces
-        for state, why in [judge_coordinator(space, seen.reading.at_ns, LIMITS)]
-        if state is not State.HEALTHY
+        f"namespace {space.reading.name}: {space.coordinator.text}"
+        for space in seen.health.namespaces
+        if space.coordinator.state is not State.HEALTHY
     ]
     return judged(found, "it answers", problem)
 
 
 def health(seen: Evidence) -> Finding:
     """What ``kvshm status`` says."""
-    found = []
-    for space in seen.reading.namespaces:
-        for engine in space.engines:
-            judgement = judge(engine, space, seen.reading.at_ns, LIMITS)
-            if judgement.state is not State.HEALTHY:
-                found.append(f"{engine.label}: {', '.join(judgement.reasons)}")
-        found += [
-            _cannot_be_read(space, epoch) for epoch in space.unreadable if epoch in space.silent
-        ]
+    found = [
+        f"{each.engine.label}: {', '.join(each.texts)}"
+        for each in seen.health.engines
+        if each.state is not State.HEALTHY
+    ]
+    found += _cannot_be_read(seen, Code.SILENT)
     if found:
         return problem("; ".join(found))
     return _of_engines(seen, found, "all live, and their loops go round", problem)
@@ -60,35 +53,37 @@ def hook_errors(seen: Evidence) -> Finding:
 
 def versions(seen: Evidence) -> Finding:
     """Segments of another layout or that make no sense, and coordinators of another version."""
-    unreadable = [
-        _cannot_be_read(space, epoch)
-        for space in seen.reading.namespaces
-        for epoch in space.unreadable
-        if epoch not in space.silent
+    logged = [
+        f"{engine.label}: {text}"
+        for engine in seen.reading.engines
+        if not engine.joined
+        for text in other_versions(engine.errors)
     ]
-    logged = [*_logged(seen, lambda text: "upgrade kvshm" in text, lambda e: not e.joined)]
     if not seen.reading.namespaces:
         return not_applicable(NO_ENGINE)
-    return judged(unreadable + logged, "every segment is of this version", problem)
+    found = [*_cannot_be_read(seen, Code.UNREADABLE), *logged]
+    return judged(found, "every segment is of this version", problem)
 
 
-def _cannot_be_read(space: NamespaceReading, epoch: Epoch) -> str:
-    return f"engine {space.name_of(epoch)}: {space.unreadable[epoch]}"
+def _cannot_be_read(seen: Evidence, code: Code) -> Iterator[str]:
+    """Engines of which nothing can be shown, for this reason."""
+    for space in seen.health.namespaces:
+        for epoch, reason in space.unreadable:
+            if reason.code is code:
+                yield f"engine {space.reading.name_of(epoch)}: {reason.text}"
 
 
 def fingerprints(seen: Evidence) -> Finding:
     """Of engines of one model that are here now, each pair once.  Others are not meant to share."""
-    told: dict[frozenset[str], str] = {}
+    found: dict[frozenset[str], str] = {}
     for space in seen.reading.namespaces:
         for engine, other in permutations(space.engines, 2):
-            if other.model != engine.model:
-                continue
-            for error in engine.errors:
-                if differing_field(error.text, other.name) is not None:
-                    pair = frozenset((space.name, engine.name, other.name))
-                    told.setdefault(pair, f"{engine.label}: {error.text}")
+            met = difference(engine.errors, other.name) if other.model == engine.model else None
+            if met is not None:
+                pair = frozenset((space.name, engine.name, other.name))
+                found.setdefault(pair, f"{engine.label}: {met[1]}")
     good = "no engine differs from another one of its model"
-    return _of_engines(seen, list(told.values()), good, warning)
+    return _of_engines(seen, list(found.values()), good, warning)
 
 
 def declined(seen: Evidence) -> Finding:
@@ -160,17 +155,6 @@ def copy_paths(seen: Evidence) -> Finding:
         for p in pairs
     )
     return ok("; ".join(told))
-
-
-def _logged(
-    seen: Evidence,
-    wanted: Callable[[str], bool],
-    of: Callable[[EngineReading], bool] = lambda engine: True,
-) -> Iterator[str]:
-    for engine in seen.reading.engines:
-        for error in engine.errors:
-            if of(engine) and wanted(error.text):
-                yield f"{engine.label}: {error.text}"
 
 
 def _of_engines(

@@ -6,11 +6,13 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from kvshm._base.rundir import open_run_directory
 from kvshm.errors import KvshmError, RunDirectoryError
 
+from ..node.health import NodeHealth, judge_node
 from ..node.reader import NodeReader
 from ..node.reading import NodeReading
 from .processes import Processes, find_processes, own_line
@@ -39,6 +41,11 @@ class Evidence:
     shm: Path = Path("/dev/shm")
     tmp: Path = Path("/tmp")
     logind: tuple[Path, ...] = tuple(map(Path, LOGIND_FILES))
+
+    @cached_property
+    def health(self) -> NodeHealth:
+        """The judgement of the reading."""
+        return judge_node(self.reading)
 
 
 def gather(run_dir: Path, namespace: str | None) -> Evidence:

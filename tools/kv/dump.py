@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy
 
@@ -26,9 +26,8 @@ from kvshm._shm.available_memory import check_available
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
-from kvshm.interfaces import CopyState, MemoryDescriptor, load_transport
+from kvshm.interfaces import CopyState, MemoryDescriptor, SupportsAllocate, load_transport
 
-from ..fetching import fetch_all
 from ..node.reader import NodeReader
 from ..options import NoSuchEngine, select
 from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description, packed_regions
@@ -71,21 +70,21 @@ class Dump:
 
 def read_engine(run_dir: Path, namespace: str, wanted: Wanted) -> Dump:
     """Read the wanted blocks.  Changes nothing in the engine.  Raises KvshmError or OSError."""
-    with fetch_all(run_dir, namespace) as found:
+    with NodeReader(run_dir, namespace) as reader:
+        mapped = [one for space in reader.map_segments() for one in space.engines]
         try:
-            table = _choose([one.table for one in found if one.table is not None], wanted)
+            table = _choose([one.table for one in mapped if one.table is not None], wanted)
         except NoSuchEngine:
-            with NodeReader(run_dir, namespace) as reader:
-                select(reader.read(), wanted.engine)
+            select(reader.read(), wanted.engine)
             why = f"engine {wanted.engine} does not answer, has ended or shares nothing"
             raise NothingToDump(f"{why}: see kvshm status") from None
         info = ask_for(run_dir, namespace, table)
-        with closing(_Reader(run_dir, namespace, table, info)) as reader:
+        with closing(_Reader(run_dir, namespace, table, info)) as memory:
             # Last: an engine that reuses blocks all the time has others a moment later.
             blocks = _select(_published(table), wanted)
             if not blocks:
                 raise NothingToDump(f"engine {_name(table)} has published no such block")
-            return reader.read_all(blocks)
+            return memory.read_all(blocks)
 
 
 # -- which engine, which blocks
@@ -176,10 +175,14 @@ class _RankReader:
         transport = load_transport(HOST_MEMORY)
         own, end = packed_regions([region.block_bytes for region in memory.regions], batch)
         self._regions, self._batch = own, batch
-        self._memory = transport.allocate(end)
+        self._memory = cast(SupportsAllocate, transport).allocate(end)
         self._bytes = numpy.frombuffer(self._memory.buffer, numpy.uint8)
         self._transport = transport(
-            memory=self._memory, regions=own, rank=memory.rank, socket_path=socket_path
+            memory=self._memory,
+            regions=own,
+            rank=memory.rank,
+            socket_path=socket_path,
+            fault=None,
         )
         self._attachment = self._transport.attach(memory)
 

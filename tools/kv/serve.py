@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvshm._base.fingerprint import KVSHM_ABI
 from kvshm._base.ids import BlockHash, Generation
@@ -25,7 +25,7 @@ from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 from kvshm.halves import BlockId, EngineSpec, Epoch, RankInfo, SchedulerHalf, open_rank
-from kvshm.interfaces import Region, load_transport
+from kvshm.interfaces import Region, SupportsAllocate, load_transport
 
 from ..plain_text import clean
 from .block_file import BlockFile, BlockFileError, Description, packed_regions
@@ -43,7 +43,7 @@ class _ServedRank:
         """Reserves and fills the memory; block ids are the rows of the file.  Raises KvshmError."""
         transport = load_transport(HOST_MEMORY)
         regions, end = packed_regions(file.what.regions[rank], len(file.what.blocks))
-        self._memory = transport.allocate(end)
+        self._memory = cast(SupportsAllocate, transport).allocate(end)
         self._fill(file, rank, regions)
         self.half = open_rank(config, run_dir, rank, transport, self._memory, regions)
         try:

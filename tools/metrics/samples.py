@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvshm._node.incompatible import differing_field
 from kvshm._node.protocol import PROTOCOL_VERSION
-from kvshm._shm.histograms import REGISTRY, Distribution
+from kvshm._shm.histograms import Distribution
 from kvshm._shm.layout import LAYOUT_VERSION
+from kvshm._shm.statistics import Histogram
 from kvshm.version import __version__
 
-from ..node.health import Limits, State, judge, judge_coordinator
+from ..node.health import EngineHealth, NamespaceHealth, State, judge_node
+from ..node.logged import difference
 from ..node.reading import EngineReading, NamespaceReading, NodeReading, PeerReading
 from ..plain_text import clean
 from .definitions import METRICS, Kind
@@ -28,7 +29,7 @@ TIME_BITS = range(10, 37, 2)
 TOKEN_BITS = range(4, 21, 2)
 """Bounds of lengths: from 15 to 1,048,575 tokens."""
 LEFT = "left"
-_UNITS = {histogram.label: histogram.unit for histogram in REGISTRY.values()}
+_UNITS = {histogram.label: histogram.unit for histogram in Histogram.REGISTRY.values()}
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,17 @@ def samples_of(reading: NodeReading, unix_ns: int) -> Samples:
     build = (__version__, str(LAYOUT_VERSION), str(PROTOCOL_VERSION))
     found.add("build_info", build, 1)
     offset_ns = unix_ns - reading.at_ns
-    for space in reading.namespaces:
-        _add_namespace(found, space, reading.at_ns)
+    for health in judge_node(reading).namespaces:
+        space = health.reading
+        _add_namespace(found, health)
         if space.coordinator_ns:
             at = (space.coordinator_ns + offset_ns) / SECOND_NS
             found.add("coordinator_last_progress_timestamp_seconds", (space.name,), at)
-        for engine in space.engines:
+        for each in health.engines:
+            engine = each.engine
             _add_counted(found, engine)
             _add_traffic(found, engine, _names(space))
-            _add_health(found, engine, space, reading.at_ns)
+            _add_health(found, each)
             if not engine.owner_died:
                 _add_state_of_memory(found, engine, reading.at_ns)
                 _add_progress(found, engine, offset_ns)
@@ -107,10 +110,10 @@ def _names(space: NamespaceReading) -> Callable[[int, str], str]:
     return lambda epoch, name: labels.get(epoch, name or "unknown")
 
 
-def _add_namespace(found: _Found, space: NamespaceReading, now_ns: int) -> None:
-    state, _ = judge_coordinator(space, now_ns, Limits())
+def _add_namespace(found: _Found, health: NamespaceHealth) -> None:
+    space, up = health.reading, health.coordinator.state is State.HEALTHY
     distinct = sum(engine.blocks.distinct for engine in space.engines)
-    found.add("coordinator_up", (space.name,), int(state is State.HEALTHY))
+    found.add("coordinator_up", (space.name,), int(up))
     found.add("distinct_blocks", (space.name,), distinct)
     found.add("unreadable_engines", (space.name,), len(space.unreadable))
     found.add("ended_engines", (space.name,), len(space.ended))
@@ -139,8 +142,8 @@ def _add_traffic(found: _Found, engine: EngineReading, name_of: Callable[[int, s
         found.add("import_timed_seconds_total", labels, row.timed_ns / SECOND_NS)
 
 
-def _add_health(found: _Found, engine: EngineReading, space: NamespaceReading, now_ns: int) -> None:
-    health = judge(engine, space, now_ns, Limits())
+def _add_health(found: _Found, health: EngineHealth) -> None:
+    engine = health.engine
     state = LEFT if engine.retired and engine.owner_died else str(health.state)
     for each in (*State, LEFT):
         found.add("engine_state", (*_labels(engine), str(each)), int(each == state))
@@ -196,5 +199,5 @@ def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[s
     for other in space.engines:
         ended = other.owner_died or other.retired
         if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:
-            logged = (differing_field(e.text, other.name) for e in reversed(engine.errors))
-            yield other.label, next(filter(None, logged), "")
+            found = difference(engine.errors, other.name)
+            yield other.label, found[0] if found else ""

@@ -9,13 +9,17 @@ Three questions about an engine, each of which needs the one before:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from kvshm._node.incompatible import NO_BIT, REFUSED, differing_field
+from kvshm._base.declined import Declined
+from kvshm._base.ids import Epoch
+from kvshm._node.incompatible import NO_BIT
 from kvshm._shm.progress import SCHEDULER_LOOP, Progress
 
+from .logged import difference, had_no_lease_bit, last_refusal
 from .reading import EngineReading, NamespaceReading, NodeReading
 
 SCHEDULER_SECONDS = 60.0
@@ -24,9 +28,6 @@ LOOP_SECONDS = 10.0
 """How long other loops may rest: they go round once a second."""
 LOAD_SECONDS = 30.0
 """How long a load may hold its leases."""
-ALONE = "shares with nobody"
-NO_COORDINATOR = "no coordinator runs"
-"""How these reasons begin."""
 CANNOT_TELL = "its clock cannot be compared with that of this process"
 
 
@@ -40,26 +41,125 @@ class State(StrEnum):
     """It does not serve, or nothing is known of it."""
 
 
+class Code(StrEnum):
+    """The kind of a reason, for programs; its text is for people."""
+
+    ENDED = "ended"
+    RANK_ENDED = "rank-ended"
+    SILENT = "silent"
+    UNREADABLE = "unreadable"
+    SCHEDULER_STALLED = "scheduler-stalled"
+    LOOP_STALLED = "loop-stalled"
+    HOOK_FAILED = "hook-failed"
+    EPOCH_ENDED = "epoch-ended"
+    NOT_OPENED = "not-opened"
+    NOT_JOINED = "not-joined"
+    ALONE = "alone"
+    LONG_LOAD = "long-load"
+    NO_LEASE_BIT = "no-lease-bit"
+    MISMATCHED = "mismatched"
+    WAITS = "waits"
+    CLOCK_UNKNOWN = "clock-unknown"
+    NO_COORDINATOR = "no-coordinator"
+    COORDINATOR_STALLED = "coordinator-stalled"
+    NOT_SHARING = "not-sharing"
+
+
+class Reason(NamedTuple):
+    """Why something is not well, or what cannot be told of it."""
+
+    code: Code
+    text: str
+
+
 _ORDER = tuple(State)
 
 
-def worst(states: Iterator[State]) -> State:
+def worst(states: Iterable[State]) -> State:
     """The worst of these states; HEALTHY if there are none."""
     return max(states, key=_ORDER.index, default=State.HEALTHY)
 
 
 @dataclass(frozen=True)
-class Health:
+class EngineHealth:
     """The judgement of one engine."""
 
+    engine: EngineReading
     live: bool
     ready: bool
     progress: bool | None
     """None: it cannot be told, as a reason says."""
     state: State
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     """What is wrong, the most important first; of a healthy engine at most what it waits for, and
     what cannot be told of it."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The reasons for people."""
+        return [reason.text for reason in self.reasons]
+
+
+class CoordinatorHealth(NamedTuple):
+    """The judgement of a namespace's coordinator."""
+
+    state: State
+    reason: Reason | None = None
+    """What is wrong with it, or cannot be told of it."""
+
+    @property
+    def text(self) -> str:
+        """The reason for people; empty if there is none."""
+        return self.reason.text if self.reason else ""
+
+
+class UnknownHealth(NamedTuple):
+    """The judgement of an engine whose table is not known: it is down."""
+
+    epoch: Epoch
+    reason: Reason
+
+
+class DeclinedHealth(NamedTuple):
+    """The judgement of an engine that has declined to share."""
+
+    record: Declined
+    state: State
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class NamespaceHealth:
+    """The judgement of all that is in one namespace."""
+
+    reading: NamespaceReading
+    coordinator: CoordinatorHealth
+    engines: tuple[EngineHealth, ...]
+    ended: tuple[UnknownHealth, ...]
+    unreadable: tuple[UnknownHealth, ...]
+    declined: tuple[DeclinedHealth, ...]
+
+    @property
+    def states(self) -> Iterator[State]:
+        """Those of everything that is judged."""
+        yield self.coordinator.state
+        yield from (engine.state for engine in self.engines)
+        yield from (declined.state for declined in self.declined)
+        yield from (State.DOWN for _ in (*self.ended, *self.unreadable))
+
+
+@dataclass(frozen=True)
+class NodeHealth:
+    """The judgement of one look at a node."""
+
+    reading: NodeReading
+    state: State
+    """The worst state on it; DOWN if there is nothing."""
+    namespaces: tuple[NamespaceHealth, ...]
+
+    @property
+    def engines(self) -> Iterator[EngineHealth]:
+        return (engine for space in self.namespaces for engine in space.engines)
 
 
 @dataclass(frozen=True)
@@ -71,69 +171,105 @@ class Limits:
     load: float = LOAD_SECONDS
 
 
-def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: Limits) -> Health:
+USUAL_LIMITS = Limits()
+
+
+def judge_node(reading: NodeReading, limits: Limits = USUAL_LIMITS) -> NodeHealth:
+    """Judge everything that a look has found."""
+    spaces = tuple(_judge_namespace(space, reading.at_ns, limits) for space in reading.namespaces)
+    state = worst(state for space in spaces for state in space.states) if spaces else State.DOWN
+    return NodeHealth(reading, state, spaces)
+
+
+def _judge_namespace(space: NamespaceReading, now_ns: int, limits: Limits) -> NamespaceHealth:
+    ended = Reason(Code.ENDED, "its process has ended")
+    return NamespaceHealth(
+        reading=space,
+        coordinator=judge_coordinator(space, now_ns, limits),
+        engines=tuple(judge(engine, space, now_ns, limits) for engine in space.engines),
+        ended=tuple(UnknownHealth(epoch, ended) for epoch in space.ended),
+        unreadable=tuple(
+            UnknownHealth(
+                epoch, Reason(Code.SILENT if epoch in space.silent else Code.UNREADABLE, why)
+            )
+            for epoch, why in space.unreadable.items()
+        ),
+        declined=tuple(
+            DeclinedHealth(
+                record,
+                State.HEALTHY if record.on_purpose else State.DEGRADED,
+                Reason(Code.NOT_SHARING, f"not sharing: {record.reason}"),
+            )
+            for record in space.declined
+        ),
+    )
+
+
+def judge(
+    engine: EngineReading, space: NamespaceReading, now_ns: int, limits: Limits
+) -> EngineHealth:
     """Judge one engine of a namespace.  ``now_ns``: CLOCK_MONOTONIC of the reading."""
-    dead = _why_dead(engine)
-    timed = not dead and engine.clock_known
+    dead = list(_why_dead(engine))
+    live, waits = not dead, _waits(engine)
+    timed = live and engine.clock_known
     stalled = list(_stalled(engine, now_ns, limits)) if timed else []
-    unready = [] if dead or _waits(engine) else list(_why_unready(engine, space))
-    others = [] if dead else [*_alone(engine, space), *_other_faults(engine, now_ns, limits)]
-    serves = not dead and not any(reason.startswith(SCHEDULER_LOOP) for reason in stalled)
-    reasons = (*dead, *stalled, *unready, *others)
+    unready = list(_why_unready(engine, space)) if live and not waits else []
+    others = [*_alone(engine, space), *_other_faults(engine, now_ns, limits)] if live else []
+    serves = live and not any(reason.code is Code.SCHEDULER_STALLED for reason in stalled)
+    reasons = [*dead, *stalled, *unready, *others]
     state = State.HEALTHY if not reasons else State.DEGRADED if serves else State.DOWN
-    live = not dead
-    if live and _waits(engine):
-        reasons = (*reasons, "it waits for its first request, with which its ranks open the epoch")
-    ready = live and not unready and not _waits(engine)
-    progress: bool | None = timed and not stalled
+    if live and waits:
+        why = "it waits for its first request, with which its ranks open the epoch"
+        reasons.append(Reason(Code.WAITS, why))
     if live and not timed:
-        progress = None
-        reasons = (*reasons, f"whether its loops go round cannot be told: {CANNOT_TELL}")
-    return Health(live, ready, progress, state, reasons)
+        why = f"whether its loops go round cannot be told: {CANNOT_TELL}"
+        reasons.append(Reason(Code.CLOCK_UNKNOWN, why))
+    return EngineHealth(
+        engine=engine,
+        live=live,
+        ready=live and not unready and not waits,
+        progress=None if live and not timed else timed and not stalled,
+        state=state,
+        reasons=tuple(reasons),
+    )
 
 
-def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> tuple[State, str]:
-    """Judge a namespace's coordinator; returns its state and what is wrong.  Without an engine in
-    its roster only its socket tells of it."""
-    if not space.coordinated and not space.whole.engines and _none_means_to_share(space.whole):
-        return State.HEALTHY, f"{NO_COORDINATOR}, and no engine means to share"
+def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> CoordinatorHealth:
+    """Judge a namespace's coordinator.  Without an engine in its roster only its socket shows
+    anything of it."""
     if not space.coordinated:
-        return State.DEGRADED, f"{NO_COORDINATOR}: engines hear of no new engine"
+        if not space.whole.engines and _none_means_to_share(space.whole):
+            state, why = State.HEALTHY, "no coordinator runs, and no engine means to share"
+        else:
+            state, why = State.DEGRADED, "no coordinator runs: engines hear of no new engine"
+        return CoordinatorHealth(state, Reason(Code.NO_COORDINATOR, why))
     if not space.coordinator_answers:
-        return State.DEGRADED, "coordinator stalled: it does not answer"
+        return _stalled_coordinator("it does not answer")
     if space.coordinator_ns is None:
-        told = "coordinator answers, but whether it goes round cannot be told"
-        return State.HEALTHY, f"{told}: {CANNOT_TELL}"
+        why = f"coordinator answers, but whether it goes round cannot be told: {CANNOT_TELL}"
+        return CoordinatorHealth(State.HEALTHY, Reason(Code.CLOCK_UNKNOWN, why))
     rested = _seconds(space.coordinator_ns or now_ns, now_ns)
     if rested > limits.loop:
-        return State.DEGRADED, f"coordinator stalled: it has not gone round for {rested:.0f} s"
-    return State.HEALTHY, ""
+        return _stalled_coordinator(f"it has not gone round for {rested:.0f} s")
+    return CoordinatorHealth(State.HEALTHY)
+
+
+def _stalled_coordinator(why: str) -> CoordinatorHealth:
+    reason = Reason(Code.COORDINATOR_STALLED, f"coordinator stalled: {why}")
+    return CoordinatorHealth(State.DEGRADED, reason)
 
 
 def _none_means_to_share(space: NamespaceReading) -> bool:
-    return bool(space.declined) and all(told.on_purpose for told in space.declined)
+    return bool(space.declined) and all(record.on_purpose for record in space.declined)
 
 
-def judge_node(reading: NodeReading, limits: Limits) -> State:
-    """The worst state of all engines and coordinators; DOWN if there are none."""
-    states = [
-        judge(engine, space, reading.at_ns, limits).state
-        for space in reading.namespaces
-        for engine in space.engines
-    ]
-    for space in reading.namespaces:
-        states.append(judge_coordinator(space, reading.at_ns, limits)[0])
-        states += [State.DOWN] * (len(space.ended) + len(space.unreadable))
-        states += [State.DEGRADED for declined in space.declined if not declined.on_purpose]
-    return worst(iter(states)) if states else State.DOWN
-
-
-def _why_dead(engine: EngineReading) -> list[str]:
+def _why_dead(engine: EngineReading) -> Iterator[Reason]:
     if engine.owner_died:
-        return ["its process has ended"]
-    if engine.died:
-        return ["a worker process has ended"]
-    return [] if engine.answers else ["it does not answer: stopped, or out of descriptors"]
+        yield Reason(Code.ENDED, "its process has ended")
+    elif engine.died:
+        yield Reason(Code.RANK_ENDED, "a worker process has ended")
+    elif not engine.answers:
+        yield Reason(Code.SILENT, "it does not answer: stopped, or out of descriptors")
 
 
 def _waits(engine: EngineReading) -> bool:
@@ -143,26 +279,31 @@ def _waits(engine: EngineReading) -> bool:
     return idle and engine.joined and not engine.counters["hook_errors"]
 
 
-def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
+def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[Reason]:
     if engine.counters["hook_errors"]:
-        yield "a hook of kvshm has failed: it shares nothing until it is restarted"
+        why = "a hook of kvshm has failed: it shares nothing until it is restarted"
+        yield Reason(Code.HOOK_FAILED, why)
     if engine.retired:
-        yield "its epoch has ended, and no other one has begun"
+        yield Reason(Code.EPOCH_ENDED, "its epoch has ended, and no other one has begun")
     elif not all(engine.life):
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
-        yield f"ranks that have not opened the epoch: {ranks}"
+        yield Reason(Code.NOT_OPENED, f"ranks that have not opened the epoch: {ranks}")
     if space.coordinated and not engine.joined:
-        refusals = (e.text for e in reversed(engine.errors) if e.text.startswith(REFUSED))
-        why = next(refusals, "")
-        yield "it is not in the coordinator's roster" + (f": {why}" if why else "")
+        why = last_refusal(engine.errors)
+        text = "it is not in the coordinator's roster" + (f": {why}" if why else "")
+        yield Reason(Code.NOT_JOINED, text)
 
 
-def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
+def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[Reason]:
     for loop in engine.progress:
         rested = _seconds(loop.last_ns or now_ns, now_ns)  # it may be about to begin
         if _is_stalled(loop, rested, limits):
             waiting = f" with {loop.pending} waiting" if loop.pending else ""
-            yield f"{loop.loop} stalled: it has not gone round for {rested:.0f} s{waiting}"
+            is_scheduler = loop.loop == SCHEDULER_LOOP
+            yield Reason(
+                Code.SCHEDULER_STALLED if is_scheduler else Code.LOOP_STALLED,
+                f"{loop.loop} stalled: it has not gone round for {rested:.0f} s{waiting}",
+            )
 
 
 def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
@@ -171,27 +312,28 @@ def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
     return rested > (limits.scheduler if loop.idles else limits.loop)
 
 
-def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
+def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[Reason]:
     """Why it shares with nobody, if engines of its model are here and none is compatible."""
-    others = [e for e in space.whole.engines if e.epoch != engine.epoch and not _why_dead(e)]
+    others = [e for e in space.whole.engines if e.epoch != engine.epoch and not any(_why_dead(e))]
     alike = {e.name for e in others if e.model == engine.model}
     if not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
     for error in reversed(engine.errors):
-        if any(differing_field(error.text, name) for name in alike):
-            yield f"{ALONE} here: {error.text}"
+        if any(difference((error,), name) for name in alike):
+            yield Reason(Code.ALONE, f"shares with nobody here: {error.text}")
             return
 
 
-def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
+def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[Reason]:
     oldest = min(engine.loads_since, default=now_ns)
     held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
     if held > limits.load:
-        yield f"a load holds its leases for {held:.0f} s"
-    if engine.joined and engine.lease_bit is None and any(e.text == NO_BIT for e in engine.errors):
-        yield NO_BIT
-    if engine.counters["mismatched"]:
-        yield f"{engine.counters['mismatched']} copied blocks differed from what was published"
+        yield Reason(Code.LONG_LOAD, f"a load holds its leases for {held:.0f} s")
+    if engine.joined and engine.lease_bit is None and had_no_lease_bit(engine.errors):
+        yield Reason(Code.NO_LEASE_BIT, NO_BIT)
+    if mismatched := engine.counters["mismatched"]:
+        why = f"{mismatched} copied blocks differed from what was published"
+        yield Reason(Code.MISMATCHED, why)
 
 
 def _seconds(since_ns: int, now_ns: int) -> float:

@@ -18,15 +18,15 @@ from pathlib import Path
 from kvshm import _native
 from kvshm._base.declined import Declined, list_declined
 from kvshm._base.ids import Epoch
-from kvshm._base.rundir import FoundFile, list_coordinators, list_sockets
+from kvshm._base.rundir import list_coordinators, list_sockets, tables_socket
 from kvshm._base.time_namespace import clock_offset_ns
 from kvshm._node.handout import Handouts
-from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served
+from kvshm._shm.segment import TABLE_KIND
 from kvshm._shm.slot_table import SlotTableView
-from kvshm.errors import KvshmError, SegmentNotFound, TransportError
+from kvshm.errors import KvshmError, SegmentNotFound
 
-from ..fetching import coordinator_runs
+from .mapped import MappedEngine, MappedNamespace, still_there
 from .reading import (
     Blocks,
     EngineReading,
@@ -39,11 +39,6 @@ from .reading import (
 )
 from .whereabouts import pids_of
 
-REPLICA_SECONDS = 10.0
-"""How old the mapping of a replica may be: its owner may have made a larger one meanwhile."""
-ASK_AGAIN_SECONDS = 10.0
-"""How long an engine that has kept a look waiting is not asked again."""
-_LONG_SECONDS = 0.5
 ENDED_SECONDS = 60.0
 """For how long an engine is still shown after its end."""
 FRESH_SECONDS = 5.0
@@ -52,33 +47,6 @@ ASK_SECONDS = 0.5
 """How long it may take to answer."""
 PLACE_BYTES = 16
 _AT_ONCE = 32
-
-
-class _Mapped:
-    """One engine whose table is mapped, or why it is not."""
-
-    def __init__(self, found: FoundFile) -> None:
-        assert found.epoch is not None
-        self.namespace, self.epoch, self.path = found.namespace, found.epoch, found.path
-        self.table: SlotTableView | None = None
-        self.replica: ReplicaReader | None = None
-        self.replica_until = 0.0
-        self.peers: tuple[PeerReading, ...] | None = None
-        """Of the last look at its replica; None: it has not been looked at."""
-        self.ask_again = 0.0
-        self.answers = False
-        self.pid_here = 0
-        self.problem = ""
-        self.silent = False
-        """Whether the problem is that it does not answer."""
-        self.gone_since: float | None = None
-        """When its socket, or its process, was first seen to be gone."""
-
-    def close(self) -> None:
-        for mapped in (self.table, self.replica):
-            if mapped is not None:
-                mapped.close()
-        self.table = self.replica = None
 
 
 class NodeReader:
@@ -108,7 +76,7 @@ class NodeReader:
         self._clock, self._clock_offset = clock, clock_offset
         self._looks = 0
         self._blocks: dict[str, dict[Epoch, Blocks]] = {}
-        self._mapped: dict[tuple[str, Epoch], _Mapped] = {}
+        self._mapped: dict[tuple[str, Epoch], MappedEngine] = {}
         self._labels: dict[str, dict[Epoch, str]] = {}
         """By namespace: those of the last look."""
         self._pool = ThreadPoolExecutor(_AT_ONCE)
@@ -128,17 +96,17 @@ class NodeReader:
 
     def read(self) -> NodeReading:
         """Look at the node now.  No directory is a node without engines."""
-        coordinated = self._look_for_engines()
-        spaces = coordinated | {mapped.namespace for mapped in self._mapped.values()}
+        mapped = {space.name: space for space in self.map_segments()}
+        self._find_pids()
         turn = self._next_turn()
         declined = self._list_declined()
         read = [
             replace(
-                self._read_namespace(space, turn),
-                coordinated=space in coordinated,
-                declined=tuple(told for where, told in declined if where == space),
+                self._read_namespace(name, mapped[name].engines if name in mapped else [], turn),
+                coordinated=name in mapped and mapped[name].coordinated,
+                declined=tuple(record for where, record in declined if where == name),
             )
-            for space in sorted(spaces | {where for where, _ in declined})
+            for name in sorted(mapped.keys() | {where for where, _ in declined})
         ]
         read = list(self._pool.map(self._with_coordinator, read))  # stopped ones take their time
         return NodeReading(round(self._clock() * 1e9), tuple(read), time.time_ns())
@@ -150,15 +118,9 @@ class NodeReader:
 
     # -- finding and mapping
 
-    def _list_declined(self) -> list[tuple[str, Declined]]:
-        try:
-            return list_declined(self._run_dir, self._namespace)
-        except FileNotFoundError:
-            return []
-
-    def _look_for_engines(self) -> set[str]:
-        """Map what is new and let go of what has been gone for long; return the namespaces that
-        have a coordinator."""
+    def map_segments(self) -> list[MappedNamespace]:
+        """Map what is new, let go of what has been gone for long, and return what there is, by
+        namespace; it stays mapped until the next call.  Blocks as ``read`` does."""
         try:
             sockets = list_sockets(self._run_dir, self._namespace)
             coordinators = list_coordinators(self._run_dir, self._namespace)
@@ -172,68 +134,57 @@ class NodeReader:
             lost = mapped.table is None and key not in present
             if lost or (gone and now - (mapped.gone_since or now) > ENDED_SECONDS):
                 self._mapped.pop(key).close()
-        new = [_Mapped(present[key]) for key in sorted(present.keys() - self._mapped.keys())]
+        for key in sorted(present.keys() - self._mapped.keys()):
+            new = MappedEngine(present[key])
+            self._mapped[new.namespace, new.epoch] = new
+        list(self._pool.map(self._fetch, self._mapped.values()))
+        there = [mapped for mapped in self._mapped.values() if still_there(mapped)]
+        coordinated = {n for n in coordinators if is_served(tables_socket(self._run_dir, n))}
+        return [
+            MappedNamespace(name, name in coordinated, [m for m in there if m.namespace == name])
+            for name in sorted(coordinated | {mapped.namespace for mapped in there})
+        ]
+
+    def _fetch(self, mapped: MappedEngine) -> None:
+        mapped.fetch(self._clock, replica=self._replicas)
+
+    def _find_pids(self) -> None:
+        new = [mapped for mapped in self._mapped.values() if mapped.pid_here is None]
         pids = pids_of({mapped.path.name for mapped in new})
         for mapped in new:
             mapped.pid_here = pids.get(mapped.path.name, 0)
-            self._mapped[mapped.namespace, mapped.epoch] = mapped
-        list(self._pool.map(self._fetch, self._mapped.values()))
-        return {name for name in coordinators if coordinator_runs(self._run_dir, name)}
 
-    def _fetch(self, mapped: _Mapped) -> None:
-        """Map what is not mapped yet.  On a thread of the pool."""
-        handouts = Handouts(self._run_dir, mapped.namespace)
-        if mapped.gone_since is not None and mapped.table is not None:
-            return
-        if (mapped.table is None or not mapped.answers) and self._clock() >= mapped.ask_again:
-            began = self._clock()
-            self._fetch_table(mapped, handouts)
-            if not mapped.answers and self._clock() - began > _LONG_SECONDS:
-                mapped.ask_again = self._clock() + ASK_AGAIN_SECONDS
-        if self._replicas and mapped.answers and self._clock() >= mapped.replica_until:
-            with suppress(KvshmError):  # it does not answer now: what is mapped stays
-                newer = handouts.replica(mapped.epoch)
-                mapped.replica, older = newer, mapped.replica
-                if older is not None:
-                    older.close()
-            mapped.replica_until = self._clock() + REPLICA_SECONDS
-
-    @staticmethod
-    def _fetch_table(mapped: _Mapped, handouts: Handouts) -> None:
+    def _list_declined(self) -> list[tuple[str, Declined]]:
         try:
-            table, mapped.answers = handouts.view(mapped.epoch), True
-        except KvshmError as exc:
-            if mapped.table is not None or not is_served(mapped.path):
-                return
-            mapped.problem = str(exc)
-            mapped.silent = isinstance(exc.__cause__, TransportError)
-            if not mapped.silent:
-                return
-            try:
-                table = handouts.table_from_coordinator(mapped.epoch)
-            except KvshmError:
-                return
-        if mapped.table is not None:
-            mapped.table.close()
-        mapped.table, mapped.problem = table, ""
+            return list_declined(self._run_dir, self._namespace)
+        except FileNotFoundError:
+            return []
 
     # -- reading
 
-    def _next_turn(self) -> _Mapped | None:
+    def _next_turn(self) -> MappedEngine | None:
         """Whose replica is read at this look; None: it is the turn of the tables."""
         self._looks += 1
-        with_replica = [each for each in self._mapped.values() if each.replica is not None]
+        with_replica = [
+            m for m in self._mapped.values() if m.table is not None and m.replica is not None
+        ]
         if self._looks % 2 or not with_replica:
             return None
         return with_replica[self._looks // 2 % len(with_replica)]
 
-    def _read_namespace(self, space: str, turn: _Mapped | None) -> NamespaceReading:
+    def _read_namespace(
+        self, space: str, mapped: list[MappedEngine], turn: MappedEngine | None
+    ) -> NamespaceReading:
         """Read the engines of a namespace; nothing of its coordinator."""
-        mapped = [each for each in self._mapped.values() if each.namespace == space]
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
         clock = ReadersClock(self._clock, self._clock_offset())
         counted = self._count(space, [each.table for each in mapped if each.table], turn)
-        engines, unreadable = [], {m.epoch: m.problem for m in mapped if m.problem}
+        problems = {
+            each.epoch: each.problems[TABLE_KIND]
+            for each in mapped
+            if each.table is None and not each.ended
+        }
+        engines, unreadable = [], {epoch: str(each.error) for epoch, each in problems.items()}
         for each in mapped:
             if each.table is None:
                 continue
@@ -244,15 +195,15 @@ class NodeReader:
                 continue
             if each.peers is None or not self._in_turn or each is turn:
                 each.peers = tuple(self._peers(space, each)) if each.replica else None
-            engines.append(replace(found, pid_here=each.pid_here, peers=each.peers or ()))
+            engines.append(replace(found, pid_here=each.pid_here or 0, peers=each.peers or ()))
         return NamespaceReading(
             name=space,
             coordinated=False,
             coordinator_answers=False,
             engines=self._with_labels(space, list(_latest(engines))),
-            ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
+            ended=tuple(each.epoch for each in mapped if each.ended),
             unreadable=unreadable,
-            silent=frozenset(m.epoch for m in mapped if m.problem and m.silent),
+            silent=frozenset(epoch for epoch, problem in problems.items() if problem.silent),
             pids_here={each.epoch: each.pid_here for each in mapped if each.pid_here},
         )
 
@@ -298,14 +249,14 @@ class NodeReader:
         return answers, joined
 
     def _count(
-        self, space: str, tables: Sequence[SlotTableView], turn: _Mapped | None
+        self, space: str, tables: Sequence[SlotTableView], turn: MappedEngine | None
     ) -> dict[Epoch, Blocks]:
         before = self._blocks.get(space, {})
         if not self._in_turn or turn is None or any(t.epoch not in before for t in tables):
             self._blocks[space] = _count(tables)
         return self._blocks[space]
 
-    def _peers(self, space: str, mapped: _Mapped) -> Iterator[PeerReading]:
+    def _peers(self, space: str, mapped: MappedEngine) -> Iterator[PeerReading]:
         if mapped.replica is None:
             return
         for row in mapped.replica.rows():

@@ -56,9 +56,9 @@ class PeerReading:
     """With which the peer leases."""
 
 
-@dataclass(frozen=True)
-class EngineReading:
-    """One engine in one epoch."""
+@dataclass(frozen=True, kw_only=True)
+class EngineHeader:
+    """One engine in one epoch, as the header of its slot table shows it."""
 
     namespace: str
     epoch: Epoch
@@ -68,9 +68,6 @@ class EngineReading:
     model: str
     fingerprint: str
     block_size: int
-    answers: bool
-    """Whether the engine itself has handed out its table, now or at an earlier look; otherwise the
-    coordinator has."""
     owner_died: bool
     died: bool
     """Whether the process of the scheduler or of a rank has ended."""
@@ -82,8 +79,38 @@ class EngineReading:
     lease_bit: int | None
     created_ns: int
     """CLOCK_REALTIME."""
-    blocks: Blocks
     counters: Mapping[str, int]
+
+
+def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
+    """Read the header of a table.  Raises KvshmError."""
+    return EngineHeader(
+        namespace=namespace,
+        epoch=Epoch(table.epoch),
+        name=table.engine,
+        pid=table.pid,
+        model=table.model,
+        fingerprint=table.fingerprint.hex(),
+        block_size=table.block_size,
+        owner_died=table.owner_died,
+        died=table.died,
+        retired=table.retired,
+        life=tuple(table.life(rank) == table.epoch for rank in range(table.num_ranks)),
+        heartbeat=table.heartbeat,
+        lease_bit=table.lease_bit if table.lease_bit >= 0 else None,
+        created_ns=table.created_ns,
+        counters=table.counters.snapshot(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReading(EngineHeader):
+    """One engine in one epoch, as a look at the node shows it."""
+
+    answers: bool
+    """Whether the engine itself has handed out its table, now or at an earlier look; otherwise the
+    coordinator has."""
+    blocks: Blocks
     histograms: Mapping[str, Distribution]
     traffic: tuple[Traffic, ...]
     progress: tuple[Progress, ...]
@@ -124,10 +151,6 @@ class EngineReading:
         """By what a user may call it: its name, its pid, or its epoch in hexadecimal."""
         epoch = f"{self.epoch:016x}"
         return self.label, self.name, str(self.pid), epoch, f"0x{epoch}"
-
-    def is_meant(self, wanted: str) -> bool:
-        """Whether a user means this engine."""
-        return wanted in self.names
 
 
 @dataclass(frozen=True)
@@ -255,23 +278,9 @@ def read_table(
     """Read everything of a table but its blocks.  Raises KvshmError."""
     times = _read_times(table, clock)
     return EngineReading(
-        namespace=namespace,
-        epoch=Epoch(table.epoch),
-        name=table.engine,
-        pid=table.pid,
-        model=table.model,
-        fingerprint=table.fingerprint.hex(),
-        block_size=table.block_size,
+        **vars(read_header(namespace, table)),
         answers=answers,
-        owner_died=table.owner_died,
-        died=table.died,
-        retired=table.retired,
-        life=tuple(table.life(rank) == table.epoch for rank in range(table.num_ranks)),
-        heartbeat=table.heartbeat,
-        lease_bit=table.lease_bit if table.lease_bit >= 0 else None,
-        created_ns=table.created_ns,
         blocks=blocks,
-        counters=table.counters.snapshot(),
         histograms=table.histograms.snapshot(),
         traffic=tuple(table.traffic.read()),
         progress=times.progress,

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..node.health import ALONE, Health, Limits, State, judge_coordinator
-from ..node.reading import EngineReading, NodeReading
+from kvshm._shm.error_log import LoggedError
+
+from ..node.health import Code, EngineHealth, NodeHealth, State
 from .copies import Copies
 
 
@@ -32,22 +33,19 @@ class Fault:
 
 
 def find_faults(
-    reading: NodeReading,
-    judged: Sequence[tuple[EngineReading, Health]],
-    copies: Sequence[Copies],
-    limits: Limits,
+    health: NodeHealth, shown: Sequence[EngineHealth], copies: Sequence[Copies]
 ) -> list[Fault]:
-    """Return the faults of the engines ``judged``: those of now, then the recorded ones."""
+    """Return the faults of the engines ``shown``: those of now, then the recorded ones."""
     now = [
-        *_of_spaces(reading, limits),
-        *_of_states(judged),
-        *_of_loners(reading, judged),
+        *_of_namespaces(health),
+        *_of_states(shown),
+        *_of_loners(health, shown),
         *_of_paths(copies),
     ]
     logged = [
-        Fault("log", (engine.label,), error.text, error.times, _age(error.last_ns, reading))
-        for engine, _ in judged
-        for error in engine.errors
+        Fault("log", (each.engine.label,), error.text, error.times, _age(error, health))
+        for each in shown
+        for error in each.engine.errors
     ]
     return [*fold(now), *sorted(fold(logged), key=lambda fault: fault.age_seconds or 0.0)]
 
@@ -64,37 +62,34 @@ def fold(faults: Sequence[Fault]) -> Iterator[Fault]:
         yield Fault(kind, engines, text, times, min(ages, default=None))
 
 
-def _of_spaces(reading: NodeReading, limits: Limits) -> Iterator[Fault]:
-    for space in reading.namespaces:
-        state, reason = judge_coordinator(space, reading.at_ns, limits)
-        if state is not State.HEALTHY:
-            yield Fault("state", (), f"namespace {space.name}: {reason}")
-        for epoch in space.ended:
-            yield Fault("state", (space.label_of(epoch),), "its process has ended")
-        for epoch, problem in space.unreadable.items():
-            yield Fault("state", (space.label_of(epoch),), problem)
-        for told in space.declined:
-            if not told.on_purpose:
-                yield Fault("declined", (told.engine,), f"not sharing: {told.reason}")
+def _of_namespaces(health: NodeHealth) -> Iterator[Fault]:
+    for space in health.namespaces:
+        reading, coordinator = space.reading, space.coordinator
+        if coordinator.state is not State.HEALTHY:
+            yield Fault("state", (), f"namespace {reading.name}: {coordinator.text}")
+        for unknown in (*space.ended, *space.unreadable):
+            yield Fault("state", (reading.label_of(unknown.epoch),), unknown.reason.text)
+        for declined in space.declined:
+            if declined.state is not State.HEALTHY:
+                yield Fault("declined", (declined.record.engine,), declined.reason.text)
 
 
-def _of_states(judged: Sequence[tuple[EngineReading, Health]]) -> Iterator[Fault]:
-    for engine, health in judged:
-        for reason in health.reasons if health.state is not State.HEALTHY else ():
-            yield Fault("state", (engine.label,), reason)
+def _of_states(shown: Sequence[EngineHealth]) -> Iterator[Fault]:
+    for each in shown:
+        for text in each.texts if each.state is not State.HEALTHY else ():
+            yield Fault("state", (each.engine.label,), text)
 
 
-def _of_loners(
-    reading: NodeReading, judged: Sequence[tuple[EngineReading, Health]]
-) -> Iterator[Fault]:
+def _of_loners(health: NodeHealth, shown: Sequence[EngineHealth]) -> Iterator[Fault]:
     """Engines that share nothing, because the others of their namespace differ from them."""
-    alike = Counter((engine.namespace, engine.fingerprint) for engine in reading.engines)
-    together = Counter(engine.namespace for engine in reading.engines)
-    for engine, health in judged:
+    alike = Counter((e.namespace, e.fingerprint) for e in health.reading.engines)
+    together = Counter(engine.namespace for engine in health.reading.engines)
+    for each in shown:
+        engine = each.engine
         alone = alike[engine.namespace, engine.fingerprint] == 1
-        told = any(reason.startswith(ALONE) for reason in health.reasons)
-        if alone and health.live and not told and together[engine.namespace] > 1:
-            text = f"{ALONE}: no other engine here has its fingerprint"
+        has_reason = any(reason.code is Code.ALONE for reason in each.reasons)
+        if alone and each.live and not has_reason and together[engine.namespace] > 1:
+            text = "shares with nobody: no other engine here has its fingerprint"
             yield Fault("alone", (engine.label,), text)
 
 
@@ -104,5 +99,5 @@ def _of_paths(copies: Sequence[Copies]) -> Iterator[Fault]:
             yield Fault("slow", (pair.importer,), f"copies from {pair.exporter}: {pair.slow}")
 
 
-def _age(last_ns: int, reading: NodeReading) -> float:
-    return max(reading.real_ns - last_ns, 0) / 1e9
+def _age(error: LoggedError, health: NodeHealth) -> float:
+    return max(health.reading.real_ns - error.last_ns, 0) / 1e9

@@ -14,13 +14,11 @@ from typing import Any
 from kvshm._base.copy_path import CopyPath
 from kvshm._shm.histograms import Distribution
 
-from ..node.health import Health, Limits, State, judge, judge_coordinator
-from ..node.reading import EngineReading, NodeReading
+from ..node.health import EngineHealth, NamespaceHealth, State, judge_node
+from ..node.reading import NodeReading
 from .copies import Copies, find_copies
 from .faults import Fault, find_faults
 from .rates import Change, Rates
-
-NO_LIMITS_SET = Limits()
 
 
 @dataclass(frozen=True)
@@ -123,24 +121,14 @@ class View:
 
 
 def build_view(
-    reading: NodeReading,
-    last: Rates,
-    minute: Rates,
-    start: Rates,
-    wanted: str | None = None,
-    limits: Limits = NO_LIMITS_SET,
+    reading: NodeReading, last: Rates, minute: Rates, start: Rates, wanted: str | None = None
 ) -> View:
     """Return what is shown of a reading.  ``last``, ``minute``, ``start``: what has changed since
     the last look, in the last minute, and since the epochs began; ``wanted``: the engine that is
     meant (None: all)."""
-    judged = [
-        (engine, judge(engine, space, reading.at_ns, limits))
-        for space in reading.namespaces
-        for engine in space.engines
-        if wanted is None or engine.is_meant(wanted)
-    ]
-    shown = [engine for engine, _ in judged]
-    labels = {(engine.namespace, engine.label) for engine in shown}
+    health = judge_node(reading)
+    shown = [each for each in health.engines if wanted is None or wanted in each.engine.names]
+    labels = {(each.engine.namespace, each.engine.label) for each in shown}
     copies = [
         pair
         for pair in find_copies(reading, last, minute)
@@ -150,20 +138,22 @@ def build_view(
         time=reading.real_ns / 1e9,
         seconds=last.seconds,
         window_seconds=minute.seconds,
-        namespaces=tuple(_namespaces(reading, limits)),
-        node=_totals(judged, last, minute, start, copies),
-        engines=tuple(_engine(e, health, last, minute, copies) for e, health in judged),
+        namespaces=tuple(map(_namespace, health.namespaces)),
+        node=_totals(shown, last, minute, start, copies),
+        engines=tuple(_engine(each, last, minute, copies) for each in shown),
         copies=tuple(copies),
-        faults=tuple(find_faults(reading, judged, copies, limits)),
+        faults=tuple(find_faults(health, shown, copies)),
     )
 
 
-def _namespaces(reading: NodeReading, limits: Limits) -> Iterable[Namespace]:
-    for space in reading.namespaces:
-        live = sum(judge(e, space, reading.at_ns, limits).live for e in space.engines)
-        gone = len(space.ended) + len(space.unreadable)
-        state, reason = judge_coordinator(space, reading.at_ns, limits)
-        yield Namespace(space.name, state, reason, len(space.engines) + gone, live)
+def _namespace(space: NamespaceHealth) -> Namespace:
+    return Namespace(
+        namespace=space.reading.name,
+        coordinator=space.coordinator.state,
+        coordinator_reason=space.coordinator.text,
+        engines=len(space.engines) + len(space.ended) + len(space.unreadable),
+        live=sum(each.live for each in space.engines),
+    )
 
 
 def _tokens(changes: Iterable[Change]) -> Tokens:
@@ -175,13 +165,13 @@ def _tokens(changes: Iterable[Change]) -> Tokens:
 
 
 def _totals(
-    judged: Sequence[tuple[EngineReading, Health]],
+    shown: Sequence[EngineHealth],
     last: Rates,
     minute: Rates,
     start: Rates,
     copies: Sequence[Copies],
 ) -> Totals:
-    engines = [engine for engine, _ in judged]
+    engines = [each.engine for each in shown]
     now, whole = [last.of(e) for e in engines], [start.of(e) for e in engines]
     by_path: defaultdict[CopyPath, float] = defaultdict(float)
     for pair in copies:
@@ -197,25 +187,24 @@ def _totals(
         discarded_since_start=sum(c.counted("discarded") for c in whole),
         published_blocks=sum(engine.blocks.ready for engine in engines if engine.is_readable),
         distinct_blocks=sum(engine.blocks.distinct for engine in engines),
-        worst_lag_seconds=_worst_lag(judged),
+        worst_lag_seconds=_worst_lag(shown),
     )
 
 
-def _worst_lag(judged: Sequence[tuple[EngineReading, Health]]) -> float | None:
+def _worst_lag(shown: Sequence[EngineHealth]) -> float | None:
     """Replicas of dead engines and entries of dead engines do not count: nobody uses them."""
-    live = {engine.epoch for engine, health in judged if health.live and not engine.retired}
+    live = {each.engine.epoch for each in shown if each.live and not each.engine.retired}
     lags = [
         peer.lag_seconds
-        for engine, _ in judged
-        for peer in engine.peers
-        if engine.epoch in live and peer.epoch in live and peer.lag_seconds is not None
+        for each in shown
+        for peer in each.engine.peers
+        if each.engine.epoch in live and peer.epoch in live and peer.lag_seconds is not None
     ]
     return max(lags, default=None)
 
 
-def _engine(
-    engine: EngineReading, health: Health, last: Rates, minute: Rates, copies: Sequence[Copies]
-) -> Engine:
+def _engine(health: EngineHealth, last: Rates, minute: Rates, copies: Sequence[Copies]) -> Engine:
+    engine = health.engine
     epoch = f"{engine.epoch:016x}"
     others = [p for p in copies if p.namespace == engine.namespace and p.between_engines]
     lately = minute.of(engine)
@@ -227,7 +216,7 @@ def _engine(
         pid=engine.pid,
         model=engine.model,
         state=health.state,
-        reasons=health.reasons,
+        reasons=tuple(health.texts),
         published_blocks=engine.blocks.ready,
         last_copy_blocks=engine.blocks.last_copies,
         leased_blocks=engine.blocks.leased,

@@ -27,6 +27,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from ..jobs import JobThread
+from ..log_lines import TransportLine
 from ..own_cache import OwnCache
 from ..regions import check_blocks
 from .attachment import CudaAttachment
@@ -51,7 +52,7 @@ class CudaIpcTransport(OwnCache):
     name = "cuda_ipc"
     devices = ("cuda",)
     settings = ("staging",)
-    """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
+    """Of Config, for the constructor (SupportsSettings)."""
     late_writers = True
     adopt = staticmethod(DeviceMemory)
 
@@ -127,8 +128,8 @@ class CudaIpcTransport(OwnCache):
             return self.describe(self._details)
 
     def withdraw(self) -> Callable[[], int]:
-        """See ``kvshm.interfaces.load_transport``.  Peers that have opened an IPC handle are not
-        known: memory that has one cannot sleep."""
+        """See SupportsWithdraw.  Peers that have opened an IPC handle are not known: memory that
+        has one cannot sleep."""
         with self._lock:
             self.check_open()
             self.epoch, server = Epoch(0), self._server
@@ -286,11 +287,11 @@ class CudaIpcTransport(OwnCache):
     # -- both
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread, which is kvshm's own: its calls cost less then."""
+        """See SupportsThreads: the thread's calls cost less then."""
         self.driver.enter_thread()
 
     def note_launched(self) -> LaunchedWork | None:
-        """See ``kvshm.interfaces.load_transport``.  Raises CudaError."""
+        """See SupportsLaunchedWork.  Raises CudaError."""
         stream = self.copy_stream.compute
         return LaunchedWork(self.driver, stream) if self.late_writers else None
 
@@ -329,7 +330,7 @@ class CudaIpcTransport(OwnCache):
                 if self._probe is not None:
                     parts.callback(self._probe.withdraw)
         except CudaError as exc:
-            _log.warning("memory of the transport is not freed: %s", exc)
+            _log.line(TransportLine.TRANSPORT_NOT_FREED, exc)
         self._probe = None
 
 

@@ -30,9 +30,6 @@ from kvshm.halves import (
     Run,
     SchedulerHalf,
     blocks_of,
-    end_of,
-    make_run,
-    owner_of,
     touching,
 )
 
@@ -332,11 +329,11 @@ class BlockTracker:
     def _awaits_hashes(self, run: Run) -> bool:
         """Whether vLLM may still give blocks of the run a hash.  In windowed groups it leaves out
         blocks that no hit needs."""
-        if (owner := owner_of(run)) is None:
+        if run.owner is None:
             return True
-        (request_id, group), end = owner, end_of(run)
-        looked_at: int = self._cached[group].get(request_id, end)
-        return looked_at < end
+        request_id, group = run.owner
+        looked_at: int = self._cached[group].get(request_id, run.end)
+        return looked_at < run.end
 
     def _retract(self, published: list[BlockId]) -> None:
         self.pending_changes = True
@@ -346,4 +343,4 @@ class BlockTracker:
 def _run(chain: list[bytes], first: int, packed: bytes, group: Group, request_id: str) -> Run:
     """A run of a request's blocks; its owner tells whether it would wait for hashes in vain."""
     owner = (request_id, group.number) if group.window else None
-    return make_run(chain, first, packed, group.scale, owner)
+    return Run(chain, first, packed, group.scale, owner)

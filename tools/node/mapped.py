@@ -1,0 +1,181 @@
+"""One engine's segments, mapped read-only: asked for once, and looked at as often as wanted.
+
+A stopped engine cannot answer: the coordinator is then asked for its table.  An engine that has
+ended has left nothing but its socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvshm._base.log import engine_name
+from kvshm._base.rundir import FoundFile
+from kvshm._node.handout import Handouts
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.fds import is_served
+from kvshm._shm.layout import SlotState
+from kvshm._shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm._shm.slot_table import Slot, SlotTableView
+from kvshm.errors import CorruptSegment, KvshmError, TransportError
+
+from .reading import PeerReading
+
+REPLICA_SECONDS = 10.0
+"""How old the mapping of a replica may be: its owner may have made a larger one meanwhile."""
+ASK_AGAIN_SECONDS = 10.0
+"""For how long an engine that has kept a look waiting is not asked again."""
+_LONG_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why an engine's table or replica cannot be shown."""
+
+    segment: str
+    error: KvshmError
+    silent: bool = False
+    """Whether the engine did not answer.  Otherwise its answer cannot be used."""
+    shown: str = ""
+    """What is shown of a silent engine."""
+
+    @property
+    def text(self) -> str:
+        """The problem in one line."""
+        if self.silent:
+            return f"it does not answer: {self.error}; {self.shown}"
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+class MappedEngine:
+    """The segments of one engine in one epoch, or why they are not mapped.  One thread at a time.
+
+    It has ended if it has neither a table nor a problem with the table.
+    """
+
+    def __init__(self, found: FoundFile) -> None:
+        assert found.epoch is not None
+        self.namespace, self.epoch, self.path = found.namespace, found.epoch, found.path
+        self.table: SlotTableView | None = None
+        self.replica: ReplicaReader | None = None
+        self.problems: dict[str, Problem] = {}
+        """By kind of segment."""
+        self.answers = False
+        """Whether the engine itself has handed out its table."""
+        self.gone_since: float | None = None
+        """When its socket, or its process, was first seen to be gone."""
+        self.pid_here: int | None = None
+        """As of ``EngineReading``; None: nobody has looked."""
+        self.peers: tuple[PeerReading, ...] | None = None
+        """Of the last look at its replica; None: it has not been looked at."""
+        self._replica_until = self._ask_again = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody serves the socket, and nothing was mapped before."""
+        return self.table is None and TABLE_KIND not in self.problems
+
+    def name(self, kind: str) -> SegmentName:
+        """The name of the engine's table or replica."""
+        engine = "unnamed" if self.table is None else self.table.engine
+        return SegmentName(self.namespace, kind, engine, self.epoch)
+
+    @contextmanager
+    def recording_problems(self, kind: str) -> Iterator[None]:
+        """A context: a KvshmError within it is recorded as the problem of that segment."""
+        try:
+            yield
+        except KvshmError as exc:
+            self._record(kind, exc)
+
+    def _record(self, kind: str, exc: KvshmError) -> None:
+        segment = f"kvshm.{self.namespace}.{kind}.{self.epoch:016x}"
+        self.problems[kind] = Problem(segment, exc)
+
+    def fetch(self, clock: Callable[[], float], *, replica: bool) -> None:
+        """Map what is not mapped yet, and the replica anew from time to time.  Blocks for some
+        seconds at most if the engine is stopped."""
+        if self.gone_since is not None and self.table is not None:
+            return
+        handouts = Handouts(self.path.parent, self.namespace)
+        if (self.table is None or not self.answers) and clock() >= self._ask_again:
+            began = clock()
+            self._fetch_table(handouts)
+            if not self.answers and clock() - began > _LONG_SECONDS:
+                self._ask_again = clock() + ASK_AGAIN_SECONDS
+        problem = self.problems.get(TABLE_KIND)
+        answers = self.answers or (problem is not None and not problem.silent)
+        if replica and answers and clock() >= self._replica_until:
+            self._fetch_replica(handouts)
+            self._replica_until = clock() + REPLICA_SECONDS
+
+    def _fetch_table(self, handouts: Handouts) -> None:
+        try:
+            self._map_table(handouts.view(self.epoch))
+            self.answers = True
+        except KvshmError as exc:
+            if self.table is not None or not is_served(self.path):
+                return
+            if isinstance(exc.__cause__, TransportError):
+                self._ask_coordinator(handouts, exc)
+            else:
+                self._record(TABLE_KIND, exc)
+
+    def _ask_coordinator(self, handouts: Handouts, silence: KvshmError) -> None:
+        try:
+            self._map_table(handouts.table_from_coordinator(self.epoch))
+            shown = "its table is shown by the coordinator, its replica is not"
+        except KvshmError as exc:
+            shown = f"nothing of it is shown, since the coordinator has no table of it: {exc}"
+        who = f"engine {engine_name(self.epoch)}"
+        self.problems[TABLE_KIND] = Problem(who, silence, True, shown)
+
+    def _map_table(self, table: SlotTableView) -> None:
+        if self.table is not None:
+            self.table.close()
+        self.table = table
+        self.problems.pop(TABLE_KIND, None)
+
+    def _fetch_replica(self, handouts: Handouts) -> None:
+        with self.recording_problems(INDEX_KIND):  # what is mapped stays
+            newer = handouts.replica(self.epoch)
+            if self.replica is not None:
+                self.replica.close()
+            self.replica = newer
+            self.problems.pop(INDEX_KIND, None)
+
+    def close(self) -> None:
+        """Unmap everything.  Idempotent."""
+        for mapped in (self.table, self.replica):
+            if mapped is not None:
+                mapped.close()
+        self.table = self.replica = None
+
+
+class MappedNamespace(NamedTuple):
+    """The engines of one namespace, and whether a coordinator serves it."""
+
+    name: str
+    coordinated: bool
+    engines: list[MappedEngine]
+    """Without those that have ended meanwhile and removed their sockets."""
+
+
+def still_there(engine: MappedEngine) -> bool:
+    """Whether it runs, or has left its socket."""
+    return not engine.ended or os.path.lexists(engine.path)
+
+
+def slots_in_use(table: SlotTableView) -> Iterator[tuple[int, Slot]]:
+    """Yield the slots that are not EMPTY, with their block ids; each is read when it is yielded.
+    Slots in an unknown state are left out: ``check_integrity`` names them."""
+    for block in range(table.num_blocks):
+        try:
+            slot = table.slot(block)
+        except CorruptSegment:
+            continue
+        if slot.state is not SlotState.EMPTY:
+            yield block, slot
