@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,17 @@ from fault_engine import NAP_SECONDS, Engine, Handle
 from measurement import end_what_is_started, percentiles, report
 
 from kvshm._base.ids import BlockId
+from kvshm._base.rundir import command_endpoint
 from kvshm._shm.layout import RECORD_BYTES
+from kvshm.coordinator.__main__ import EXIT_EXHAUSTED
 
 SOME = 64
 LEASES = 100_000
 ENTRIES = 1_000_000
 STOP_SECONDS = 0.5
 """How long a stopped process stands still: a length of the experiment, not a wait for something."""
+RESTART_SECONDS = 0.25
+"""RestartSec of the unit in deploy/systemd."""
 STEP = 16
 """Blocks that one step withdraws."""
 JITTER = """
@@ -183,6 +189,39 @@ def _await_all(engines: list[Handle], entries: int) -> float:
     return max(float(engine.answer()) for engine in engines)
 
 
+def coordinator_exhausted(trials: int) -> Times:
+    """Until the successor of a coordinator without descriptors serves, as the service manager
+    starts it, and until every replica is whole again."""
+    serving, whole = [], []
+    with place() as at:
+        engines = [at.engine(SOME * (trials + 1)) for _ in range(3)]
+        for engine in engines:
+            engine.ask("publish", SOME)
+        count = SOME
+        _await_all(engines, 2 * count)
+        for _ in range(trials):
+            _exhaust(at)
+            ended = time.monotonic()
+            for engine in engines:
+                engine.ask("publish", SOME)
+            count += SOME
+            time.sleep(max(0.0, ended + RESTART_SECONDS - time.monotonic()))
+            at.coordinator = at.start_coordinator()
+            serving.append(time.monotonic() - ended)
+            whole.append(_await_all(engines, 2 * count) - ended)
+    return {"ended, its successor serves": serving, "ended, all replicas are whole": whole}
+
+
+def _exhaust(at: Place) -> None:
+    """Connect until the coordinator has ended."""
+    resource.prlimit(at.coordinator.pid, resource.RLIMIT_NOFILE, (4096, 4096))
+    commands = command_endpoint(Path(at.run_dir), at.namespace).removeprefix("ipc://")
+    with ExitStack() as held, suppress(OSError):  # it does not listen any more
+        while at.coordinator.poll() is None:
+            held.enter_context(socket.socket(socket.AF_UNIX)).connect(commands)
+    assert at.coordinator.wait() == EXIT_EXHAUSTED
+
+
 def exporter_stopped(trials: int) -> Times:
     """Until lookups name a stopped engine no more, and until they name it again."""
     avoided: list[float] = []
@@ -289,6 +328,7 @@ ROWS: dict[str, tuple[Callable[..., Times], tuple[float, ...], int]] = {
     "exporter-killed-4-gib": (exporter_killed, (4,), 60),
     "importer-killed": (importer_killed, (), 200),
     "coordinator-killed": (coordinator_killed, (), 200),
+    "coordinator-exhausted": (coordinator_exhausted, (), 100),
     "exporter-stopped": (exporter_stopped, (), 200),
     "importer-stopped": (importer_stopped, (), 200),
     "coordinator-stopped": (coordinator_stopped, (), 200),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kvshm._base.resources import require_descriptors
 from kvshm._base.rundir import open_run_directory
@@ -18,16 +20,19 @@ from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryEr
 from kvshm.version import __version__
 
 from . import logfmt
-from .notify import READY, STOPPING, notify
+from .bounds import Bounds, Exhausted
+from .notify import READY, STOPPING, VARIABLE, notify
 from .service import DESCRIPTORS, Service
-from .sockets import Bounds
 
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
+EXIT_EXHAUSTED = 5
 _EXIT_STATUS: dict[type[Exception], int] = {
     ConfigError: EXIT_USAGE,
     AlreadyRunning: EXIT_RUNNING,
     RunDirectoryError: EXIT_RUN_DIRECTORY,
 }
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
+"""Errors of the machine that pass by themselves: a service manager shall try again."""
 
 _EPILOG = """\
 exit status:
@@ -36,6 +41,7 @@ exit status:
   2  bad usage or setting
   3  another coordinator serves this run directory and namespace
   4  the run directory cannot be used
+  5  clients have used up its descriptors or memory; start it again, nothing is lost
 A signal that arrives while Python is still loading ends the process (143, 130 in a shell);
 no file has been made by then.
 """
@@ -100,17 +106,35 @@ class _Signals:
         self.received = True
 
 
+def _end_exhausted(exc: Exhausted) -> NoReturn:
+    """End the process without closing anything first: the kernel does that faster, and needs
+    neither descriptors nor memory for it."""
+    next_step = "once it has been restarted" if os.environ.get(VARIABLE) else "if it is restarted"
+    logfmt.end(f"kvshm-coordinator: {exc}; engines serve on, and join {next_step}")
+    os._exit(EXIT_EXHAUSTED)
+
+
 def _serve(run_dir: Path, namespace: str, signals: _Signals, bounds: Bounds) -> None:
     """Serve until a signal arrives; remove files without an owner at the end."""
     service = Service(run_dir, namespace, signals.wake.fileno(), bounds)
     notify(READY, os.environ)
     try:
         service.run(lambda: signals.received)
+    except Exhausted as exc:
+        _end_exhausted(exc)
     finally:
         notify(STOPPING, os.environ)
         service.close()
     signals.ignore()
     service.clean_up()
+
+
+def _exit_status(exc: Exception) -> int:
+    """The status of a coordinator that ``exc`` has ended."""
+    cause = exc if isinstance(exc, OSError) else exc.__cause__
+    if isinstance(cause, OSError) and cause.errno in _PASSING:
+        return EXIT_UNEXPECTED
+    return _EXIT_STATUS.get(type(exc), EXIT_UNEXPECTED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _serve(run_dir, config.namespace, signals, bounds)
     except (KvshmError, OSError) as exc:
         logfmt.end(f"kvshm-coordinator: {exc}")
-        return _EXIT_STATUS.get(type(exc), EXIT_UNEXPECTED)
+        return _exit_status(exc)
     logfmt.end()
     return EXIT_CLEAN
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,12 +21,13 @@ from pathlib import Path
 from kvshm._base.forks import guard_forks
 from kvshm._base.resources import start_thread
 from kvshm._base.rundir import open_run_directory
+from kvshm._base.timing import TIMING
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 
 from . import logfmt
+from .bounds import Bounds, Exhausted
 from .service import Service
-from .sockets import Bounds
 
 
 @contextmanager
@@ -39,8 +42,9 @@ def serve(config: Config | None = None) -> Iterator[CoordinatorThread]:
         with in_process.serve(config):
             ...
 
-    A process may serve several namespaces.  A forked child has no part of it.  If the thread fails,
-    it logs why and ends; the process goes on.
+    A process may serve several namespaces.  A forked child has no part of it.  While
+    the process has too few descriptors engines are not served, and the log says why.  If the thread
+    fails, it logs why and ends; the process goes on.
     """
     config = Config.from_env(os.environ) if config is None else config
     thread = CoordinatorThread(open_run_directory(config.run_dir, os.environ), config.namespace)
@@ -55,29 +59,31 @@ class CoordinatorThread:
 
     def __init__(self, run_dir: Path, namespace: str) -> None:
         """Serve.  Raises KvshmError or OSError, leaving nothing open."""
+        self._place = run_dir, namespace
         self._stopping = False
+        self._is_serving = True
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            service = Service(run_dir, namespace, self._wake, Bounds.within_a_program())
+            self._service = Service(run_dir, namespace, self._wake, Bounds.within_a_program())
         except BaseException:
             os.close(self._wake)
             raise
-        self._service = service
         self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, args=(service,), name="kvshm-coordinator", daemon=True
+            target=self._run, name="kvshm-coordinator", daemon=True
         )
         guard_forks(self)
         try:
             start_thread(self._thread)
         except KvshmError:
-            service.close()
+            self._service.close()
             os.close(self._wake)
             raise
 
     @property
     def running(self) -> bool:
-        """Whether engines are served: not after ``close``, a failure, or in a forked child."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether engines are served: not after ``close``, a failure, or in a forked child, nor
+        while descriptors are short."""
+        return self._is_serving and self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Stop serving, and wait for the end of it.  Idempotent."""
@@ -98,14 +104,53 @@ class CoordinatorThread:
             os.close(self._wake)
             self._service.forget_in_child()
 
-    def _run(self, service: Service) -> None:
+    def _run(self) -> None:
         try:
-            try:
-                service.run(lambda: self._stopping)
-            finally:
-                service.close()
-            service.clean_up()
+            self._serve_again_and_again()
+            self._service.clean_up()
         except (KvshmError, OSError) as exc:
             logfmt.write(logging.ERROR, "stopped", reason=exc)
         except Exception as exc:  # any: a bug here must not end the program
             logfmt.write_bug("serve", exc)
+
+    def _serve_again_and_again(self) -> None:
+        """Serve until ``close``; with pauses while clients or the program leave no descriptors."""
+        first, longest = TIMING.retry_seconds
+        pause = first
+        while not self._stopping:
+            since = time.monotonic()
+            try:
+                self._service.run(lambda: self._stopping)
+            except Exhausted as exc:
+                logfmt.write(logging.ERROR, "exhausted", reason=exc)
+            finally:
+                self._is_serving = False
+                self._service.close()
+            if time.monotonic() - since > longest:
+                pause = first
+            pause = self._reopen(pause, longest)
+
+    def _reopen(self, pause: float, longest: float) -> float:
+        """Try, after ``pause`` seconds, until engines are served again; return the next pause."""
+        has_complained = False
+        while not self._is_serving and not self._is_stopped_within(pause):
+            pause = min(2 * pause, longest)
+            bounds = Bounds.within_a_program()
+            if not bounds.has_room:
+                continue
+            try:
+                self._service = Service(*self._place, self._wake, bounds)
+            except Exception as exc:  # any: the next try may succeed
+                if not has_complained:
+                    logfmt.write(logging.WARNING, "failed", what="serve again", reason=exc)
+                has_complained = True
+            else:
+                self._is_serving = True
+        return pause
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        """Wait for ``close``, ``seconds`` at most; return whether it was called."""
+        wake = select.poll()
+        wake.register(self._wake, select.POLLIN)
+        wake.poll(1000 * seconds)
+        return self._stopping

@@ -8,16 +8,18 @@ from collections.abc import Mapping
 
 from . import logfmt
 
+VARIABLE = "NOTIFY_SOCKET"
+"""Set by a service manager, which also restarts the coordinator."""
 READY = "READY=1"
 STOPPING = "STOPPING=1"
 
 
 def notify(state: str, environ: Mapping[str, str]) -> None:
-    """Send ``state`` to the datagram socket that NOTIFY_SOCKET names, if it names one.
+    """Send ``state`` to the datagram socket that ``VARIABLE`` names, if it names one.
 
     Does not block and does not raise: a failure is logged.
     """
-    named = environ.get("NOTIFY_SOCKET", "")
+    named = environ.get(VARIABLE, "")
     if not named:
         return
     address = "\0" + named[1:] if named.startswith("@") else named  # "@": an abstract socket

@@ -31,10 +31,11 @@ from .actions import (
     SweepBits,
     SweepFiles,
 )
+from .bounds import Bounds
 from .broadcasts import BroadcastQueue
 from .incoming import MessageReader
 from .roster import State
-from .sockets import Bounds, Sockets
+from .sockets import Sockets
 from .state import decide
 from .tables import Tables
 
@@ -55,7 +56,7 @@ class Server:
         bounds: Bounds | None = None,
     ) -> None:
         """``sweep_files`` removes the files of dead processes from the run directory, ``keep_lock``
-        makes the lock file again if it was removed."""
+        makes the lock file again if it was removed.  Without ``bounds`` there are none."""
         self._state = state
         self._tables = tables
         self._sweep_files = sweep_files
@@ -66,7 +67,8 @@ class Server:
         """Descriptors of the tables' connections that are polled."""
         self._failed: set[tuple[str, object]] = set()
         """Failures that were logged: the action, and the number of the error."""
-        self._sockets = Sockets(clock, bounds)
+        self._sockets = Sockets()
+        self._bounds = bounds
         self._reader = MessageReader()
         self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
 
@@ -86,8 +88,8 @@ class Server:
         self._sockets.forget_in_child()
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until ``stopping`` returns True.  Raises KvshmError when engines cannot find the
-        sockets any more."""
+        """Serve until ``stopping`` returns True.  Raises Exhausted, or another KvshmError when
+        engines cannot find the sockets any more."""
         timing, next_clock = self._state.timing, self._clock()
         next_look = next_clock
         while not stopping():
@@ -100,7 +102,7 @@ class Server:
                 self._handle(*self._tables.look(), ClockTick())
             if self._clock() >= next_look:
                 next_look = self._clock() + timing.bounds_check_seconds
-                self._sockets.look()
+                self._check_bounds()
                 logfmt.write_waiting()
             due = min(next_clock, next_look, self._broadcasts.next_due())
             self._wait(due - self._clock())
@@ -110,13 +112,18 @@ class Server:
         self._watch()
         ready = dict(self._sockets.poller.poll(max(0, int(seconds * 1000) + 1)))
         if self._sockets.accepted(ready):
-            self._sockets.look()
+            self._check_bounds()
         if self._sockets.router in ready:
             self._receive()
         # A dead engine's last messages are handled before its death.
         readable = {source for source in ready if source in self._watched}
         if readable:
             self._handle(*self._tables.read(readable))
+
+    def _check_bounds(self) -> None:
+        self._sockets.turn()
+        if self._bounds is not None:
+            self._bounds.check()
 
     def _watch(self) -> None:
         """Poll the open connections and no others."""

@@ -18,9 +18,9 @@ from kvshm._node.locks import cleanup_lock, has_name, take_lock
 from kvshm.version import __version__
 
 from . import logfmt
+from .bounds import FEW_DESCRIPTORS, Bounds
 from .roster import State
 from .server import Server
-from .sockets import Bounds
 from .tables import Tables
 
 DESCRIPTORS = 34
@@ -53,7 +53,10 @@ class _Lock:
         logfmt.write(logging.WARNING, "restored", path=self._path)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Idempotent, also in a child that was forked meanwhile: the number may be another's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class Service:
@@ -81,12 +84,15 @@ class Service:
             endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
             self._server.open(*endpoints, wake_fd)
             undo.pop_all()
+        if bounds.limit < FEW_DESCRIPTORS:
+            remedy = f"permit at least {FEW_DESCRIPTORS} open files (ulimit -Hn)"
+            logfmt.write(logging.WARNING, "few-descriptors", limit=bounds.limit, remedy=remedy)
         about = {"run_dir": run_dir, "namespace": namespace, "version": __version__}
         logfmt.write(logging.INFO, "serving", pid=os.getpid(), **about)
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until ``stopping`` returns True.  Raises KvshmError when engines cannot find the
-        sockets any more."""
+        """Serve until ``stopping`` returns True.  Raises Exhausted, or another KvshmError when
+        engines cannot find the sockets any more."""
         self._server.run(stopping)
 
     def close(self) -> None:

@@ -116,11 +116,6 @@ def event_endpoint(run_dir: Path, namespace: str) -> str:
     return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
 
 
-def closed_socket(path: Path) -> Path:
-    """Path of a coordinator's socket while the coordinator accepts no connections."""
-    return path.with_name(f"{path.name}.shut")
-
-
 def lock_path(run_dir: Path, namespace: str) -> Path:
     """File whose flock makes a coordinator the only one of its namespace."""
     return run_dir / f"{namespace}.lock"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from kvshm._base.declined import left_declined
 from kvshm._base.rundir import (
-    closed_socket,
     command_endpoint,
     event_endpoint,
     list_peers_files,
@@ -108,8 +107,7 @@ def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
     """Return the coordinator's sockets; no process serves them if ``take_namespace`` succeeds."""
     endpoints = (of(run_dir, namespace) for of in (command_endpoint, event_endpoint))
     sockets = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
-    paths = (*sockets, *map(closed_socket, sockets), tables_socket(run_dir, namespace))
-    return [path for path in paths if os.path.lexists(path)]
+    return [p for p in (*sockets, tables_socket(run_dir, namespace)) if os.path.lexists(p)]
 
 
 def _remove(path: Path, found: CleanupResult, dry_run: bool) -> None:

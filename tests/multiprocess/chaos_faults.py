@@ -18,6 +18,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from kvshm.coordinator.__main__ import EXIT_EXHAUSTED
+
 from .chaos_node import ENGINE, ENGINE_POINTS, RANK_POINTS, ChaosNode, Member, Worker
 from .chaos_schedule import Fault
 from .processes import remove_afterwards
@@ -262,11 +264,13 @@ class Faults:
         greedy = processes.start("greedy", sys.executable, *argv)
         for member in self._members():
             member.excuse(fault.seconds + RECOVERY_SECONDS)
+        if self._node.coordinator is not None:
+            self._node.coordinator.doomed.add(EXIT_EXHAUSTED)
         self._later(fault.seconds + RECOVERY_SECONDS, lambda: processes.forget(greedy))
 
     def _descriptors(self, fault: Fault) -> str | None:
-        """Leave an engine's or a rank's process a few descriptors more than it has in use.  The
-        coordinator knows its limit from its start; what is short for it is ``connections``."""
+        """Leave an engine's or a rank's process a few descriptors more than it has in use.
+        Not the coordinator: libzmq aborts it if a connection comes before it has noticed."""
         members = [member for member in self._node.engines if member.has_begun]
         if not members:
             return "nobody"

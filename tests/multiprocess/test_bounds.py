@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ from kvshm._base.rundir import (
 from kvshm._node.protocol import Heartbeat, encode
 from kvshm._shm.descriptors import Request
 from kvshm._shm.segment import TABLE_KIND
+from kvshm.coordinator.__main__ import EXIT_EXHAUSTED
 
-from .engines import FakeEngine
+from .engines import FakeEngine, in_turn
 from .greedy import MORE, connect, frame
 from .processes import Managed, Node, leave_socket, wait_until
 
@@ -52,32 +54,70 @@ def resident(process: Managed) -> int:
 # -- descriptors
 
 
-@pytest.mark.parametrize("descriptors", [64, 1024])
-def test_connections_without_end_shut_newcomers_out_and_end_nothing(
-    node: Node, descriptors: int
-) -> None:
-    coordinator = node.coordinator(python=limited(descriptors))
-    a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
-    # Their tables are fetched first: that and the connections would be one burst.
-    a.heard("engine_joined", epoch=b.joined()["epoch"])
-    b.heard("engine_joined", epoch=a.joined()["epoch"])
+def use_up_descriptors(coordinator: Managed, node: Node, most: int) -> None:
+    """Connect, and stay connected, until it ends, as often as ``most`` permits."""
     commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
-    with ExitStack() as held:
+    with ExitStack() as held, suppress(OSError):
         asking = held.enter_context(connect(commands))
-        for n in range(2 * descriptors):
-            try:
-                again = connect(commands) if n % 2 else connect(events, b"SUB")
-            except FileNotFoundError:
-                break
-            held.callback(again.close)
+        for n in range(most):
+            held.callback((connect(commands) if n % 2 else connect(events, b"SUB")).close)
             asking.sendall(QUESTION)
-            assert asking.recv(1000)  # the coordinator has had a turn since
-        coordinator.wait_err("event=full")
-        b.process.kill()
-        coordinator.wait_err("event=death engine=b")
-        newcomer = FakeEngine(node, "late")
-    assert newcomer.joined()
-    assert coordinator.terminate() == 0
+            if not asking.recv(1000):  # the coordinator has had a turn since
+                break
+        coordinator.wait()
+
+
+def use_up_memory(coordinator: Managed, node: Node, parts: bytes) -> None:
+    ended = suppress(BrokenPipeError, ConnectionResetError)
+    with connect(command_endpoint(node.run_dir, node.namespace)) as greedy, ended:
+        for _ in range(16_000):
+            greedy.sendall(parts)
+
+
+LARGE, EMPTY = frame(bytes(MEGABYTE), MORE), bytes([MORE, 0]) * 65536
+ENOUGH = r"\d+ descriptors are open, \d+ are permitted; end the processes that connect so often"
+EXHAUSTING = {
+    "64 descriptors": (64, partial(use_up_descriptors, most=128), ENOUGH + ", or raise the limit"),
+    "1024 descriptors": (1024, partial(use_up_descriptors, most=2048), ENOUGH + ", or raise"),
+    "large parts": (4096, partial(use_up_memory, parts=LARGE), r"\d+ MiB of memory .*; end the"),
+    "empty parts": (4096, partial(use_up_memory, parts=EMPTY), r"\d+ MiB of memory .*; end the"),
+}
+
+
+@pytest.mark.parametrize("case", EXHAUSTING)
+def test_exhausted_coordinator_ends_and_its_successor_knows_everything(
+    node: Node, case: str
+) -> None:
+    """No lease bit, no block and no event is lost, and no engine leaves."""
+    descriptors, use_up, reason = EXHAUSTING[case]
+    coordinator = node.coordinator(python=limited(descriptors))
+    a, b = in_turn(node, "a", "b")
+    a.heard("engine_joined", epoch=b.joined()["epoch"])
+    a.do("publish", blocks=[1, 2])
+    b.knows(1, 2)
+    bits, marks = [one.joined()["bit"] for one in (a, b)], [one.mark() for one in (a, b)]
+
+    use_up(coordinator, node)
+
+    assert coordinator.wait() == EXIT_EXHAUSTED
+    (last,) = coordinator.err.matching(lambda line: line.startswith("kvshm-coordinator: "))
+    assert re.fullmatch(f"kvshm-coordinator: {reason}.*; engines serve on, and join if .*", last)
+    a.do("publish", blocks=[3])
+    successor = node.coordinator(python=limited(descriptors))
+    joined = [one.joined(mark) for one, mark in zip((a, b), marks, strict=True)]
+    assert [one["bit"] for one in joined] == bits
+    b.knows(1, 2, 3)
+    assert not [*a.all_heard("engine_gone"), *b.all_heard("engine_gone")]
+    assert successor.terminate() == 0
+
+
+def test_signal_ends_coordinator_that_is_nearly_exhausted(node: Node) -> None:
+    coordinator = node.coordinator()
+    with connect(command_endpoint(node.run_dir, node.namespace)) as greedy:
+        for _ in range(20):
+            greedy.sendall(EMPTY)
+        wait_until(lambda: resident(coordinator) > 100, "it keeps what was sent")
+        assert coordinator.terminate() == 0
 
 
 @pytest.mark.parametrize("descriptors", [6, 9, 12, 24])
@@ -107,26 +147,6 @@ def test_who_asks_for_tables_without_end_takes_no_descriptors(node: Node) -> Non
 
 
 # -- memory
-
-
-LARGE, EMPTY = frame(bytes(MEGABYTE), MORE), bytes([MORE, 0]) * 65536
-
-
-@pytest.mark.parametrize("parts", [LARGE, EMPTY], ids=["large", "empty"])
-def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node, parts: bytes) -> None:
-    """libzmq frees large parts at once, and a million empty ones on a thread of its own."""
-    coordinator = node.coordinator()
-    engine = FakeEngine(node, "a")
-    engine.joined()
-    hung_up = suppress(BrokenPipeError, ConnectionResetError)
-    with connect(command_endpoint(node.run_dir, node.namespace)) as greedy, hung_up:
-        for _ in range(16_000):
-            greedy.sendall(parts)
-    coordinator.wait_err("event=hung-up-on-all")
-    wait_until(lambda: resident(coordinator) < 200, "it has given the memory back")
-    FakeEngine(node, "b").joined()
-    engine.heard("engine_joined", name="b")
-    assert coordinator.terminate() == 0
 
 
 def test_a_long_subscription_is_refused(node: Node) -> None:

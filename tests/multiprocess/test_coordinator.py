@@ -104,7 +104,7 @@ def test_version_and_documented_exit_status(node: Node) -> None:
     assert str(version.out).startswith("kvshm-coordinator 0.")
     usage = node.processes.python("help", "-m", "kvshm.coordinator", "--help")
     assert usage.wait() == 0
-    for status in range(5):
+    for status in range(6):
         assert f"\n  {status}  " in str(usage.out)
 
 

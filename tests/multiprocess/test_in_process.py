@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._base.rundir import command_endpoint
+from kvshm._base.rundir import command_endpoint, lock_path
 from kvshm._base.timing import TIMING
+from kvshm._node.locks import take_lock
 from kvshm.config import Config
-from kvshm.coordinator import in_process, sockets
+from kvshm.coordinator import bounds, in_process
+from kvshm.coordinator.bounds import num_open_descriptors
 from kvshm.coordinator.in_process import serve
 from kvshm.coordinator.server import Server
-from kvshm.coordinator.sockets import Bounds, num_open_descriptors
 from kvshm.errors import AlreadyRunning, KvshmError, RunDirectoryError, TransportError
 
 from ..unit.few_threads import no_threads
@@ -134,7 +135,7 @@ def state_of_process() -> list[object]:
     ]
 
 
-def threads_and_descriptors() -> tuple[set[threading.Thread], int | None]:
+def threads_and_descriptors() -> tuple[set[threading.Thread], int]:
     gc.collect()  # what earlier tests have dropped
     return set(threading.enumerate()), num_open_descriptors()
 
@@ -295,19 +296,67 @@ def test_a_child_that_outlives_it_holds_nothing(node: Node) -> None:
         FakeEngine(node, "b").joined()
 
 
+def is_free(node: Node) -> bool:
+    """Whether nobody holds the namespace's lock."""
+    try:
+        os.close(take_lock(lock_path(node.run_dir, node.namespace)))
+    except AlreadyRunning:
+        return False
+    return True
+
+
+def test_program_without_descriptors_is_served_again_when_it_has_some(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the program is closed, neither here nor in a child that it forks meanwhile."""
+    monkeypatch.setattr(in_process, "TIMING", TIMING.scaled(0.1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with caplog.at_level(logging.INFO, "kvshm.coordinator"), serve(config_of(node)) as thread:
+        engine = FakeEngine(node, "a")
+        bit, since = engine.joined()["bit"], engine.mark()
+        limit = 2 * num_open_descriptors() + 200
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        taken: list[int] = []
+        try:
+            while num_open_descriptors() < limit * 3 // 4 + 1:
+                taken.append(os.eventfd(0))
+            wait_until(lambda: not thread.running, "it has noticed")
+            wait_until(lambda: is_free(node), "it has closed everything, the lock last")
+            taken += [os.eventfd(0) for _ in range(20)]  # numbers that the coordinator had
+
+            def all_are_open() -> None:
+                for descriptor in taken:
+                    os.fstat(descriptor)
+
+            assert [forked(all_are_open), forked(thread.close)] == [0, 0]
+            all_are_open()
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert engine.joined(since)["bit"] == bit
+        assert thread.running
+        assert caplog.text.count("event=exhausted") == 1
+        assert caplog.text.count("event=serving") == 2
+    assert not engine.all_heard("refused")
+
+
+def test_program_that_stays_without_descriptors_can_end_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, serve(config_of(node)) as thread:
+        patch.setattr(bounds, "num_open_descriptors", lambda: 1 << 30)
+        wait_until(lambda: not thread.running, "it has noticed")
+        thread.close()
+    with serve(config_of(node)) as again:
+        assert again.running
+
+
 def test_memory_of_the_program_is_not_the_coordinators(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "MAX_MEMORY", 1)
+    monkeypatch.setattr(bounds, "MAX_MEMORY", 1)
     with serve(config_of(node)) as thread:
         FakeEngine(node, "a").joined()
         time.sleep(4 * TIMING.bounds_check_seconds)
         assert thread.running
-
-
-def test_descriptors_of_the_program_count_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {(1000, 5000): (1000, 750), (100_000, 100_000): (100_000, 2048 + 300)}
-    for limit, wanted in limits.items():
-        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: limit)
-        monkeypatch.setattr(sockets, "num_open_descriptors", lambda: 300)
-        assert Bounds.within_a_program() == (*wanted, None)

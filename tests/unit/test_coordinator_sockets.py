@@ -1,4 +1,4 @@
-"""The names of the coordinator's sockets in the run directory: whose they are, open and shut."""
+"""The names of the coordinator's sockets in the run directory: whose they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvshm._base.rundir import closed_socket
 from kvshm._node.protocol import MAX_RECEIVED_BYTES
 from kvshm.coordinator.sockets import MAX_SUBSCRIPTION_BYTES, Sockets
 from kvshm.errors import KvshmError, RunDirectoryError
@@ -32,12 +31,6 @@ def opened(folder: Path) -> Sockets:
     return sockets
 
 
-def shut(sockets: Sockets, shut: bool) -> None:
-    """Let it see more connections than it may have, or fewer."""
-    sockets._max_descriptors = 1 if shut else 100_000
-    sockets.look()
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_socket()}
 
@@ -50,35 +43,12 @@ def test_a_successors_sockets_are_left_alone(folder: Path) -> None:
         with closing(opened(folder)):
             with pytest.raises(KvshmError, match="removed or replaced"):
                 stopped.check()
-            with pytest.raises(KvshmError, match="removed or replaced"):
-                shut(stopped, True)
             stopped.close()
             assert names(folder) == set(NAMES)
         assert not names(folder)
 
 
-@pytest.mark.parametrize("blocked", NAMES)
-def test_a_door_that_cannot_be_shut_keeps_no_other_one_shut(
-    folder: Path, blocked: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    aside = closed_socket(folder / blocked)
-    [other] = {*NAMES} - {blocked}
-    with closing(opened(folder)) as sockets:
-        aside.mkdir()
-        shut(sockets, True)
-        assert names(folder) == {blocked, f"{other}.shut"}
-        assert "event=failed what=shut" in caplog.text
-        shut(sockets, False)
-        assert names(folder) == set(NAMES)
-        shut(sockets, True)
-        aside.rmdir()
-        shut(sockets, True)
-        assert names(folder) == {f"{name}.shut" for name in NAMES}
-        shut(sockets, False)
-        assert names(folder) == set(NAMES)
-
-
-@pytest.mark.parametrize("name", [*NAMES, "commands.shut", "events.shut"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_lies_in_the_place_of_a_socket_is_named(folder: Path, name: str) -> None:
     (folder / name).mkdir()
     with closing(Sockets()) as sockets, pytest.raises(RunDirectoryError) as raised:
