@@ -16,7 +16,7 @@ from local_node import Engine, Node, PromptTokens, wait_until
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import FoundFile, list_sockets
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.layout import RowState, SlotState
@@ -82,8 +82,8 @@ class SharingNode(Node):
         return served[0].epoch if served else None
 
     @property
-    def _handouts(self) -> Handouts:
-        return Handouts(self.run_dir, self.namespace)
+    def _handouts(self) -> SegmentClient:
+        return SegmentClient(self.run_dir, self.namespace)
 
     def table(self, engine: Engine) -> SlotTableView:
         """Map the engine's present slot table for reading; the caller closes it."""

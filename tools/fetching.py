@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvshm._base.ids import Epoch
 from kvshm._base.log import engine_name
 from kvshm._base.rundir import list_sockets, tables_socket
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served
 from kvshm._shm.layout import SlotState
@@ -100,7 +100,7 @@ def coordinator_runs(run_dir: Path, namespace: str) -> bool:
 
 
 def _fetch(engine: Segments) -> None:
-    handouts = Handouts(engine.path.parent, engine.namespace)
+    handouts = SegmentClient(engine.path.parent, engine.namespace)
     try:
         engine.table = handouts.view(engine.epoch)
     except KvshmError as exc:
@@ -115,7 +115,7 @@ def _fetch(engine: Segments) -> None:
         engine.replica = handouts.replica(engine.epoch)
 
 
-def _ask_coordinator(engine: Segments, handouts: Handouts, silence: KvshmError) -> None:
+def _ask_coordinator(engine: Segments, handouts: SegmentClient, silence: KvshmError) -> None:
     try:
         engine.table = handouts.table_from_coordinator(engine.epoch)
         rest = "its table is shown by the coordinator, its replica is not"

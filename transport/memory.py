@@ -28,23 +28,6 @@ def _seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
-def check_sealed_memory(fd: int) -> None:
-    """Raise TransportError unless the file of ``fd`` is sealed against shrinking and has all its
-    pages.  Otherwise a read beyond its end, or of a page without memory, would kill the reader
-    (SIGBUS)."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0  # no memfd
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise TransportError("the peer's KV memory is not sealed: it could be cut while it is read")
-    found = os.fstat(fd)
-    if (existing := found.st_blocks * 512) < found.st_size:
-        raise TransportError(
-            f"the peer's KV memory has {found.st_size} bytes, of which {existing} exist"
-        )
-
-
 class KVMemory:
     """One shared allocation, mapped writable only in this process.
 

@@ -8,6 +8,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +36,14 @@ def listed(what: str, given: Iterable[T]) -> list[T]:
         raise MisuseError(f"{what} is {given!r}; give a list of them") from None
 
 
-def whole(what: str, given: Any) -> int:
-    """Return a whole number of any kind, numpy's included, as an int.  Raises MisuseError."""
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise MisuseError(f"{what} is {given!r}; give a whole number") from None
+def whole(what: str, given: Any, least: int | None = None) -> int:
+    """Return a whole number of any kind, numpy's included, as an int.  Raises MisuseError for
+    anything else, and for less than ``least``."""
+    with suppress(TypeError):
+        if least is None or operator.index(given) >= least:
+            return operator.index(given)
+    more = "" if least is None else f", {least} or more"
+    raise MisuseError(f"{what} is {given!r}; give a whole number{more}")
 
 
 def checked_keys(keys: Sequence[bytes]) -> list[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 from kvshm._base.ids import Rank
 from kvshm._base.log import logger
 from kvshm._base.rundir import rank_socket
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm.config import Config
 from kvshm.interfaces import Region, TransportClass
 
@@ -46,8 +46,8 @@ def open_rank(
         **{name: getattr(config, name) for name in wanted},
     )
     try:
-        handouts = Handouts(run_dir, config.namespace)
-        return RankHalf(opened, Rank(rank), handouts, verify=config.verify)
+        segments = SegmentClient(run_dir, config.namespace)
+        return RankHalf(opened, Rank(rank), segments, verify=config.verify)
     except BaseException:
         opened.close()
         raise

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import NamedTuple
 
 from kvshm._base.forks import close_in_children
 from kvshm._base.rundir import path_too_long
-from kvshm.errors import TransportError
+from kvshm.errors import KvshmError, TransportError
 
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
@@ -189,3 +191,22 @@ def _what_failed(exc: OSError, timeout: float) -> str:
     if isinstance(exc, ConnectionRefusedError):
         return "nobody listens: its owner has died"
     return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)
+
+
+def check_sealed(fd: int, what: str, largest: int | None, error: type[KvshmError]) -> int:
+    """Return the size of received memory.  Raises ``error`` unless it is memory of this user, of at
+    most ``largest`` bytes, that cannot shrink and has all its pages, so that reads never fault."""
+    try:  # before the size, which counts only if it is sealed
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        sealed = 0  # no memfd
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise error(f"{what} is not memory of uid {os.geteuid()}")
+    if not sealed:
+        raise error(f"{what} may be cut short by whoever made it: it is not sealed")
+    if largest is not None and found.st_size > largest:
+        raise error(f"{what} has {found.st_size} bytes, at most {largest} were expected")
+    if (existing := found.st_blocks * 512) < found.st_size:
+        raise error(f"{what} has {found.st_size} bytes, but only {existing} of them exist")
+    return found.st_size

@@ -86,7 +86,8 @@ class TableHeader:
     def __init__(self, segment: Segment, header: Header) -> None:
         """Take over a segment with a checked common header.  Raises CorruptSegment."""
         self._segment = segment
-        self.name, self.epoch, self.pid = segment.name, header.epoch, header.pid
+        self.epoch = header.epoch
+        self.pid = header.pid
         buffer = segment.buffer
         if header.magic != TABLE_MAGIC or header.header_bytes != TABLE_HEADER_BYTES:
             raise CorruptSegment(f"{self.name} has a header of {header.header_bytes} bytes")
@@ -103,12 +104,18 @@ class TableHeader:
             )
         self.fingerprint = Fingerprint(fingerprint)
         engine, model = NAMES.unpack_from(buffer, ENGINE_NAME_OFFSET)
-        self.engine, self.model = _text(engine), _text(model)
+        self.engine = _text(engine)
+        self.model = _text(model)
         self.created_ns = _native.load(buffer, CREATED_OFFSET)
         self.counters = CounterValues(segment)
         self.histograms = HistogramValues(segment)
         self.traffic = TrafficValues(segment)
         self._errors = ErrorLog(segment)
+
+    @property
+    def name(self) -> str:
+        """Of the segment, for people."""
+        return self._segment.name
 
     @property
     def nbytes(self) -> int:

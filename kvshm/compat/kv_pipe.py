@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .._api.arguments import whole
 from ..api import Config, Identity, KvshmError, MisuseError
 from ._rows import Rows, buffer_of
-from ._slots import deadline, whole
+from ._slots import deadline
 
 __all__ = ["KVPipe", "PipeTimeout"]
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from .._api.arguments import whole
 from ..api import Config, Identity, MisuseError, Node, Reader, prefix_keys
 from ._rows import Rows, buffer_of
 from ._slots import (
@@ -32,7 +33,6 @@ from ._slots import (
     listed,
     one_group,
     region_of_interest,
-    whole,
 )
 from .retrieval import finish
 

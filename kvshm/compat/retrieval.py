@@ -106,7 +106,7 @@ class Retrieval:
 
     def retrieve_batch(
         self,
-        requests: Sequence[tuple[Any, Any, Any]],
+        requests: Iterable[tuple[Any, Any, Any]],
         *,
         salt: bytes = b"",
         extra: Extra = b"",

@@ -25,7 +25,7 @@ from typing import IO
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_sockets
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 
 from ..sessions import new_namespace
 
@@ -241,9 +241,9 @@ class Node:
         return process
 
     @property
-    def handouts(self) -> Handouts:
+    def handouts(self) -> SegmentClient:
         """Where its engines' tables and replicas are to be had."""
-        return Handouts(self.run_dir, self.namespace)
+        return SegmentClient(self.run_dir, self.namespace)
 
     def sockets(self) -> list[Epoch]:
         """Epochs of the engines whose sockets lie there, served or not."""

@@ -16,7 +16,6 @@ import zmq
 
 from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._base.rundir import command_endpoint, engine_socket, event_endpoint
-from kvshm._node.handout import serve_epoch
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -33,6 +32,7 @@ from kvshm._node.protocol import (
     decode_reply,
     encode,
 )
+from kvshm._node.segment_server import serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.interfaces import MemoryDescriptor

@@ -16,7 +16,7 @@ import pytest
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
 from kvshm._base.syncpoints import VARIABLE
-from kvshm._node.handout import TableType
+from kvshm._node.segment_server import TableType
 from kvshm._shm.layout import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable

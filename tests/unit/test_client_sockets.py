@@ -209,16 +209,16 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     handler = SimpleNamespace(apply=heard.append)
     clock = Clock()
     session = CoordinatorSession(tmp_path, "ns", handler, clock, lambda: 1.0)  # type: ignore[arg-type]  # it has the methods that are called
-    session._topic = INFO.fingerprint
+    session._sockets.topic = INFO.fingerprint
     session._on_joined(JOINED, 0.0)
     session._pass_on()
     heard.clear()
-    joined_at = session._last_heard
+    joined_at = session._due.last_heard
     clock.now += 1.0
     told = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
     session._on_broadcast(broadcast_frame(bytes(32), [told]))
     session._pass_on()
-    assert (heard, session._last_heard) == ([], joined_at)
+    assert (heard, session._due.last_heard) == ([], joined_at)
     session._on_broadcast(broadcast_frame(INFO.fingerprint, [told]))
     session._pass_on()
     assert len(heard) == 1
@@ -239,12 +239,12 @@ def test_a_coordinator_is_not_lost_while_the_machine_was_suspended(tmp_path: Pat
     session.open((), lambda: None)
     session._state = type(session._state).JOINING
     session._on_joined(JOINED, clock())
-    session._poller.poll = suspended  # type: ignore[assignment,method-assign]  # is called as poll is
+    session._sockets._poller.poll = suspended  # type: ignore[assignment,method-assign]  # is called as poll is
     for _ in range(3):
         session.wait()
         session.work()
         assert session.is_member
-    session._last_heard -= TIMING.silence_seconds
+    session._due.last_heard -= TIMING.silence_seconds
     session.work()
     assert not session.is_member, "it was silent for so long"
     session.close()

@@ -36,7 +36,7 @@ class RacingTable(PeerSlotTable):
 
 @pytest.fixture
 def racing(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    monkeypatch.setattr("kvshm._node.handout.PeerSlotTable", RacingTable)
+    monkeypatch.setattr("kvshm._node.segment_server.PeerSlotTable", RacingTable)
     peers = Peers(served.namespace, "racer", OWN_EPOCH, served.handouts)
     monkeypatch.setattr(RacingTable, "before", RacingTable.before)
     monkeypatch.setattr(RacingTable, "after", RacingTable.after)

@@ -306,7 +306,7 @@ def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
     tidied = opened._attachments.unmap_ended
     opened._attachments.unmap_ended = lambda used: (tidied(used), next(ticks))[0]  # type: ignore[method-assign]
     clock.now += 2
-    until(lambda: opened._tidy_at > clock.now)
+    until(lambda: opened._tidying._due_at > clock.now)
     until(lambda: repr(ticks) != "count(0)")
     assert not transport.memories[peer.info.epoch].closed
     transport.copies[0].state = CopyState.DONE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm import own_slot_table, slot_table
 
 ROOT = Path(__file__).parents[2]
@@ -67,17 +67,17 @@ GIVES = {
     "table_from_coordinator(1)": VIEW,
     "roster_table(1, 1, 1)": PEER,
 }
-"""The methods of Handouts that fetch a table, and the role in which it is fetched."""
+"""The methods of SegmentClient that fetch a table, and the role in which it is fetched."""
 
 
 HEAD = """
 from kvshm._base.ids import Epoch, LeaseBit, Rank
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 spec: TableSpec
-handouts: Handouts
+handouts: SegmentClient
 """
 
 
@@ -118,5 +118,5 @@ def test_no_method_is_left_out() -> None:
     names = {name for kind in types for name in dir(kind) if not name.startswith("_")}
     listed = {what.split("(")[0].split(".")[1] for what in MAY} - {"counters"}
     assert names == listed | set(READS.split())
-    methods = {name for name in dir(Handouts) if not name.startswith("_")}
+    methods = {name for name in dir(SegmentClient) if not name.startswith("_")}
     assert methods == {what.split("(")[0] for what in GIVES} | {"replica", "peers_file"}

@@ -20,7 +20,7 @@ from kvshm._base.declined import Declined, list_declined
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import FoundFile, list_coordinators, list_sockets
 from kvshm._base.time_namespace import clock_offset_ns
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served
 from kvshm._shm.slot_table import SlotTableView
@@ -182,7 +182,7 @@ class NodeReader:
 
     def _fetch(self, mapped: _Mapped) -> None:
         """Map what is not mapped yet.  On a thread of the pool."""
-        handouts = Handouts(self._run_dir, mapped.namespace)
+        handouts = SegmentClient(self._run_dir, mapped.namespace)
         if mapped.gone_since is not None and mapped.table is not None:
             return
         if (mapped.table is None or not mapped.answers) and self._clock() >= mapped.ask_again:
@@ -199,7 +199,7 @@ class NodeReader:
             mapped.replica_until = self._clock() + REPLICA_SECONDS
 
     @staticmethod
-    def _fetch_table(mapped: _Mapped, handouts: Handouts) -> None:
+    def _fetch_table(mapped: _Mapped, handouts: SegmentClient) -> None:
         try:
             table, mapped.answers = handouts.view(mapped.epoch), True
         except KvshmError as exc:
@@ -278,7 +278,7 @@ class NodeReader:
     ) -> tuple[bool, set[Epoch]]:
         """Whether the coordinator answers, and who is in its roster.  It is asked only about
         engines in whose tables it has not shown itself lately; about nobody if there are none."""
-        now, handouts = self._clock(), Handouts(self._run_dir, space, timeout=ASK_SECONDS)
+        now, handouts = self._clock(), SegmentClient(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
         seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not told
         fresh = {e.epoch for e in seen if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}

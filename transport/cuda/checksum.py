@@ -21,9 +21,12 @@ _BUFFER_BYTES = 8 << 20
 
 
 def block_checksums(
-    driver: Driver, compute: Stream, addresses: Sequence[int], regions: Sequence[Region],
+    driver: Driver,
+    compute: Stream,
+    addresses: Sequence[int],
+    regions: Sequence[Region],
     blocks: Sequence[BlockId],
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """xxh3 of each own block, all regions chained, after the model's present work on ``compute``.
     ``addresses``: of the memories.  Any thread.  Blocks until the GPU has done that work."""
     block_bytes = sum(region.block_bytes for region in regions)

@@ -44,9 +44,12 @@ _PREPARED_PAIRS = 8192
 
 
 def copy_each(
-    driver: Driver, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
+    driver: Driver,
+    table: RegionTable,
+    source: Sequence[BlockId],
+    target: Sequence[BlockId],
     stream: Stream,
-) -> None:  # fmt: skip
+) -> None:
     """Enqueue a copy for each fragment."""
     for row in table.rows:
         for here, there in zip(source, target, strict=True):
@@ -165,9 +168,14 @@ class CopyStream:
             self._free.append(_CopyBuffers(self._driver, _PREPARED_PAIRS))
 
     def begin(
-        self, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
-        ended: Callable[[], None], late_writers: bool = True, after: LaunchedWork | None = None,
-    ) -> CudaCopy:  # fmt: skip
+        self,
+        table: RegionTable,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        ended: Callable[[], None],
+        late_writers: bool = True,
+        after: LaunchedWork | None = None,
+    ) -> CudaCopy:
         """Enqueue a copy; ``ended`` is called once, when the copy reads and writes nothing any
         more.  ``late_writers``: see Transport; with ``after`` the copy waits for that work, without
         it for all that the model has launched.  Raises TransportError (also CudaError); nothing of
@@ -214,9 +222,12 @@ class CopyStream:
             self._free.append(buffers)
 
     def _enqueue(
-        self, table: RegionTable, buffers: _CopyBuffers, source: Sequence[BlockId],
+        self,
+        table: RegionTable,
+        buffers: _CopyBuffers,
+        source: Sequence[BlockId],
         target: Sequence[BlockId],
-    ) -> None:  # fmt: skip
+    ) -> None:
         driver, stream, host = self._driver, self.stream, buffers.host
         half = len(source) * ID_BYTES
         if table.route is Route.STAGED:

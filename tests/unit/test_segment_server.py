@@ -1,4 +1,4 @@
-"""kvshm._node.handout: who gets which segment, to do what with it, and what odd servers bring."""
+"""kvshm._node.segment_server: who gets which segment, to do what, and what odd servers bring."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ import pytest
 from kvshm import _native
 from kvshm._base.ids import Epoch, LeaseBit
 from kvshm._base.rundir import engine_socket, tables_socket
-from kvshm._node.handout import (
-    Handouts,
-    HandoutServer,
-    Reply,
-    ask,
-    encode_request,
+from kvshm._node.segment_server import (
+    SegmentClient,
+    SegmentServer,
+    fetch_segment,
     serve_epoch,
 )
+from kvshm._shm.descriptors import Reply, Request
 from kvshm._shm.fds import fetch_keep_open, peer_has_closed
 from kvshm._shm.layout import RETIRED_OFFSET, table_bytes
 from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
@@ -48,7 +47,7 @@ from .pages import ROOT
 from .served import AnyTable, Served, ServedNode, fetched
 
 EPOCH = Epoch(7)
-WANTED = encode_request(TABLE_KIND, EPOCH, False)
+WANTED = Request(TABLE_KIND, EPOCH).encode()
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
 
 @pytest.mark.parametrize("kind", [TABLE_KIND, INDEX_KIND])
 def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str) -> None:
-    fd = ask(engine.path, kind, EPOCH, False, 2.0)
+    fd = fetch_segment(engine.path, Request(kind, EPOCH), 2.0)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, os.fstat(fd).st_size)
     with pytest.raises(PermissionError):
@@ -85,7 +84,7 @@ def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str)
 
 
 def test_a_replica_is_never_handed_out_to_be_written(engine: Served) -> None:
-    fd = ask(engine.path, INDEX_KIND, EPOCH, True, 2.0)
+    fd = fetch_segment(engine.path, Request(INDEX_KIND, EPOCH, True), 2.0)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, os.fstat(fd).st_size)
     os.close(fd)
@@ -120,7 +119,7 @@ def test_a_table_larger_than_the_roster_says_is_not_mapped(
 )
 def test_what_is_not_there_is_its_own_error(engine: Served, kind: str, epoch: int) -> None:
     with pytest.raises(SegmentNotFound, match=f"epoch {EPOCH:016x} is served here"):
-        ask(engine.path, kind, epoch, False, 2.0)
+        fetch_segment(engine.path, Request(kind, epoch), 2.0)
 
 
 @pytest.mark.parametrize("request_", [b"\xc1", b"\x93\1\2\3", msgspec.msgpack.encode({"kind": 7})])
@@ -132,7 +131,7 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
         client.send(request_)
         answer = msgspec.msgpack.decode(client.recv(4096), type=Reply)
     assert not answer.found
-    os.close(ask(engine.path, TABLE_KIND, EPOCH, False, 2.0))
+    os.close(fetch_segment(engine.path, Request(TABLE_KIND, EPOCH), 2.0))
 
 
 def test_what_was_handed_out_costs_the_server_no_descriptor(
@@ -247,7 +246,7 @@ def test_an_odd_answer_is_an_error_and_leaves_no_descriptor(
 
 def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served) -> None:
     path = engine_socket(served.run_dir, served.namespace, 8)
-    server = HandoutServer(path, lambda _: engine.table.descriptor(True))
+    server = SegmentServer(path, lambda _: engine.table.descriptor(True))
     before = open_files()
     with pytest.raises(ProtocolError, match=f"epoch {EPOCH:016x}, not {8:016x}"):
         served.handouts.peer_table(8)
@@ -257,7 +256,7 @@ def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served)
 
 def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine: Served) -> None:
     path = engine_socket(served.run_dir, served.namespace, 8)
-    server = HandoutServer(
+    server = SegmentServer(
         path,
         lambda wanted: (
             engine.replica.descriptor()
@@ -265,7 +264,7 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
             else engine.table.descriptor(False)
         ),
     )
-    quiet = Handouts(served.run_dir, served.namespace)
+    quiet = SegmentClient(served.run_dir, served.namespace)
     with pytest.raises((CorruptSegment, SegmentError)):
         quiet.peer_table(8)
     with pytest.raises(CorruptSegment):
@@ -275,7 +274,7 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
 
 def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
     path = tables_socket(served.run_dir, served.namespace)
-    hasty = Handouts(served.run_dir, served.namespace, timeout=0.05)
+    hasty = SegmentClient(served.run_dir, served.namespace, timeout=0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -287,8 +286,8 @@ STAYS = """
 import sys
 from pathlib import Path
 from kvshm._shm.fds import fetch_keep_open, peer_has_closed
-from kvshm._node.handout import encode_request
-request = encode_request("slots", int(sys.argv[2]), False)
+from kvshm._shm.descriptors import Request
+request = Request("slots", int(sys.argv[2])).encode()
 _, _, connection = fetch_keep_open(Path(sys.argv[1]), request, 60)
 print(flush=True)
 input()
