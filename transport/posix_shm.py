@@ -256,4 +256,6 @@ class PosixShmTransport(OwnCache):
         self.copier.close()
         close_all(self._fds)
         # Break reference cycles, which would keep gigabytes until the garbage collector runs.
-        self._fds, self._attachments, self._server = [], [], None
+        self._fds = []
+        self._attachments = []
+        self._server = None

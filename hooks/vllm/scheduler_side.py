@@ -96,7 +96,7 @@ class SchedulerSide:
         log_role(role, by_settings=role == decide())
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
-            self.prompts.names_peers = groups.one_full
+            self.prompts.names_peers = groups.is_single_full_attention
             self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
         return None
 

@@ -85,7 +85,7 @@ class Node(Membership):
         """``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
-            if self._groups.one_full or halves is None or state is None:
+            if self._groups.is_single_full_attention or halves is None or state is None:
                 return tuple(range(found.start + 1, found.length + 1))
             return all_lengths(halves.cache.planner.search, state, found)
 

@@ -64,7 +64,8 @@ class LinearFit:
     def fit(self) -> tuple[float, float] | None:
         """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
         if not self._is_current:
-            self._fit, self._is_current = self._compute_fit(), True
+            self._fit = self._compute_fit()
+            self._is_current = True
         return self._fit
 
     def means(self) -> list[tuple[float, float]]:

@@ -84,7 +84,7 @@ class Groups:
         self.all = tuple(groups)
         self.step = math.lcm(*(group.scale for group in groups))
         """Hashes between two lengths at which a prefix can end."""
-        self.one_full = len(groups) == 1 and groups[0].is_full
+        self.is_single_full_attention = len(groups) == 1 and groups[0].is_full
         """Whether a prefix is one chain of blocks, of which every begin is of use too."""
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
@@ -95,7 +95,7 @@ class Groups:
     def reach(self, start: int, hashes: int) -> int:
         """Return the longest prefix that so many hashes can tell of behind a local hit of ``start``
         hashes; ``start`` if nothing can be restored there, whoever holds it."""
-        if self.one_full:
+        if self.is_single_full_attention:
             return hashes
         most = min((hashes // group.scale - group.ahead) * group.scale for group in self.all)
         most -= most % self.step
@@ -187,7 +187,8 @@ class _Cover:
         if self.runs and reached == self.first:
             self.runs.extendleft(reversed(found))
         else:
-            self.runs, self.end = deque(found), reached
+            self.runs = deque(found)
+            self.end = reached
         self.first = first
 
     def cut(self, first: int, end: int) -> Iterable[PlannedRun]:

@@ -184,7 +184,8 @@ class SchedulerHalf:
         """Retract all blocks for good, without waiting: the cache was reset, the weights
         changed, or something went wrong.  Idempotent."""
         with self._lock:
-            self._requested, self.failed = None, False
+            self._requested = None
+            self.failed = False
             state, self.epoch_state = self.epoch_state, None
         if state is not None:
             state.end()
@@ -197,7 +198,8 @@ class SchedulerHalf:
             state = self.epoch_state
             if state is None or state.table.epoch != epoch:
                 return False
-            self.epoch_state, self.failed = None, True
+            self.epoch_state = None
+            self.failed = True
         state.end()
         self._client.rejoin()
         return True
@@ -259,7 +261,8 @@ class SchedulerHalf:
                 level = logging.DEBUG if self.failed else logging.WARNING
                 log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
                 state = None
-            self.epoch_state, self.failed = state, state is None
+            self.epoch_state = state
+            self.failed = state is None
             if state is not None:
                 forget_declined(self._spec.name)
             return state

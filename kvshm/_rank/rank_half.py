@@ -323,7 +323,8 @@ class RankHalf:
 
     def forget_in_child(self) -> None:
         """Memory and epoch belong to the parent (kvshm/_base/forks.py)."""
-        self._inherited, self.table = True, None
+        self._inherited = True
+        self.table = None
 
     # -- the load thread
 

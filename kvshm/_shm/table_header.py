@@ -46,7 +46,7 @@ from .layout import (
     TICKETS_OFFSET,
     table_bytes,
 )
-from .progress import Progress, read_progress
+from .progress import LoopProgress, read_progress
 from .segment import Header, Segment
 from .traffic import TrafficValues
 
@@ -245,7 +245,7 @@ class TableHeader:
 
     # -- progress
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[LoopProgress]:
         """How far the loops of the engine's processes are."""
         return read_progress(self._segment, self.num_ranks)
 

@@ -58,7 +58,10 @@ class KVPipe:
         if (end := whole("end", end, 0)) > 1:
             raise MisuseError(f"end is {end}; give 0 in one process and 1 in the other")
         slots, message_bytes = whole("slots", slots, 1), whole("message_bytes", message_bytes, 1)
-        self._name, self._end, self._slots, self._bytes = name, end, slots, message_bytes
+        self._name = name
+        self._end = end
+        self._slots = slots
+        self._bytes = message_bytes
         settings = {"slots": str(slots)}
         identity = Identity(engine="KV pipe", model=name, weights="none", settings=settings)
         self._rows = Rows(identity, 2 * slots + 1, message_bytes, config)
@@ -66,7 +69,8 @@ class KVPipe:
         self._sent = self._received = 0
         self._all_taken: bool | None = None
         self._closing = False
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
 
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
         """Send a C-contiguous object with the buffer protocol (of a torch tensor, ``.numpy()``), or

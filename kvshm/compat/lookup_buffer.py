@@ -76,9 +76,12 @@ class LookupBuffer:
         config: Config | None = None,
     ) -> None:
         capacity, row_bytes = whole("capacity", capacity, 1), whole("row_bytes", row_bytes, 1)
-        self._node, self._block_size, self._config = one_group(node), node.block_size, config
+        self._node = one_group(node)
+        self._block_size = node.block_size
+        self._config = config
         self._model = f"{identity.model} (lookup buffer)"
-        self._row_bytes, self._inbox = row_bytes, capacity
+        self._row_bytes = row_bytes
+        self._inbox = capacity
         engine = f"{identity.engine}, rows of blocks of {node.block_size} tokens"
         who = replace(identity, engine=engine, model=self._model)
         self._rows = Rows(who, capacity + 1, row_bytes, config)

@@ -48,8 +48,10 @@ class Retrieval:
     """The calls, on one Node."""
 
     def __init__(self, node: Node) -> None:
-        self._node, self._block_size = one_group(node), node.block_size
-        self._lock, self._counts = threading.Lock(), Counter[str]()
+        self._node = one_group(node)
+        self._block_size = node.block_size
+        self._lock = threading.Lock()
+        self._counts = Counter[str]()
 
     def contains(self, tokens: Any, salt: bytes = b"", extra: Extra = b"") -> tuple[Place, ...]:
         """Return where the prefix lies, from its first token on: this engine's own published

@@ -19,7 +19,7 @@ from kvshm._shm import counters, histograms
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import HOOKS, NO_VALUES, Distribution
 from kvshm._shm.layout import LAYOUT_VERSION, NUM_BUCKETS
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import LoopProgress
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.metrics import definitions
 from kvshm.tools.metrics.command import as_json
@@ -66,7 +66,10 @@ HEALTHY = EngineReading(
     counters=dict.fromkeys((c.label for c in counters.REGISTRY.values()), 0),
     histograms={h.label: NO_VALUES for h in histograms.REGISTRY.values()},
     traffic=(),
-    progress=(Progress("scheduler", 2, NOW - 10**9, idles=True), Progress("client", 0, 0, False)),
+    progress=(
+        LoopProgress("scheduler", 2, NOW - 10**9, idles=True),
+        LoopProgress("client", 0, 0, False),
+    ),
     coordinator_ns=NOW,
     loads_since=(NOW - 4 * 10**9, NOW - 2 * 10**9),
     errors=(),

@@ -10,7 +10,7 @@ import pytest
 from kvshm._base.ids import Epoch
 from kvshm._node.incompatible import NO_BIT
 from kvshm._shm.error_log import LoggedError
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import LoopProgress
 from kvshm.tools.node.health import (
     CANNOT_TELL,
     Health,
@@ -46,9 +46,9 @@ ENGINE = EngineReading(
     histograms={},
     traffic=(),
     progress=(
-        Progress("scheduler", 0, 0, idles=True),
-        Progress("client", 0, NOW, idles=False),
-        Progress("loads of rank 0", 0, NOW, idles=False),
+        LoopProgress("scheduler", 0, 0, idles=True),
+        LoopProgress("client", 0, NOW, idles=False),
+        LoopProgress("loads of rank 0", 0, NOW, idles=False),
     ),
     coordinator_ns=NOW,
     loads_since=(),
@@ -66,10 +66,10 @@ def found(space: NamespaceReading = SPACE, **changed: Any) -> Health:
     return judge(replace(ENGINE, **changed), space, NOW, LIMITS)
 
 
-def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
+def with_loop(loop: str, pending: int, rested: float) -> tuple[LoopProgress, ...]:
     """The engine's loops, of which this one went round so many seconds ago."""
     return tuple(
-        Progress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
+        LoopProgress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress
     )
 

@@ -119,7 +119,7 @@ class Node(test_at_once.Node):
         if load.load_id == request.request_id and load.load_id not in self.scheduled:
             targets = load.targets + load.lost
             good = next((i for i, block in enumerate(targets) if block in bad), len(targets))
-            if self.groups.one_full:
+            if self.groups.is_single_full_attention:
                 self.brought[request.request_id] = good * BLOCK_SIZE
         return bad
 

@@ -75,7 +75,9 @@ class Worker:
         side = object.__new__(WorkerSide)
         side._finished, side._failed, side._bad = set(), set(), set()
         side._under_way, side._outdated = {}, set()
-        side._one_full = engine.connector._scheduler.importer.lookups.groups.one_full
+        side._one_full = (
+            engine.connector._scheduler.importer.lookups.groups.is_single_full_attention
+        )
         side._report, side._attached = RankReport(0), frozenset()
         side._weights = RankWeights(3600, side._weights_written)
         self.side = side

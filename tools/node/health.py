@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvshm._node.incompatible import NO_BIT, REFUSED, differing_field
-from kvshm._shm.progress import SCHEDULER_LOOP, Progress
+from kvshm._shm.progress import SCHEDULER_LOOP, LoopProgress
 
 from .reading import EngineReading, NamespaceReading, NodeReading
 
@@ -165,7 +165,7 @@ def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str
             yield f"{loop.loop} stalled: it has not gone round for {rested:.0f} s{waiting}"
 
 
-def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
+def _is_stalled(loop: LoopProgress, rested: float, limits: Limits) -> bool:
     if loop.idles and not loop.pending:
         return False
     return rested > (limits.scheduler if loop.idles else limits.loop)

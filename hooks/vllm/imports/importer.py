@@ -195,7 +195,9 @@ class RequestImporter:
         """Whether the engine has the next block itself.  With several groups one block of one of
         them says nothing."""
         return (
-            self.lookups.groups.one_full and self.room is not None and self.room.holds(block_hash)
+            self.lookups.groups.is_single_full_attention
+            and self.room is not None
+            and self.room.holds(block_hash)
         )
 
     def _within_copy_budget(self, seconds: float) -> bool:

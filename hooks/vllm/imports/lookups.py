@@ -35,7 +35,7 @@ class Lookups:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
         hashes, or None."""
         hashes = import_.request.block_hashes
-        if self.groups.one_full:
+        if self.groups.is_single_full_attention:
             return self._planner.lookup(hashes, start, stop)
         answer = import_.answer
         if answer is None or not self._holds(answer, (start, stop)):
@@ -78,7 +78,7 @@ class Lookups:
             until = self._clock() + DECIDED_SECONDS
             decision = Decision(until, about, self._planner.worth(plan, waiting))
             import_.decision = decision
-        if not decision.worth and not self.groups.one_full:
+        if not decision.worth and not self.groups.is_single_full_attention:
             until = self._clock() + AGAIN_SECONDS
             common = getattr(import_.request, "shared_prefix_boundary", 0)
             import_.answer = Answer(until, (0, 0), None, common)

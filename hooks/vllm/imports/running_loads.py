@@ -97,7 +97,7 @@ class RunningLoads:
             if (import_ := self.by_id.get(report.load_id)) is None:
                 continue
             import_.load.reports.append(report)
-            if report.bad and not self.groups.one_full:
+            if report.bad and not self.groups.is_single_full_attention:
                 bad.update(import_.load.targets)
         return bad
 
