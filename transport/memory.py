@@ -39,7 +39,7 @@ class KVMemory:
         """Map ``fd`` and take it over."""
         self._mapping = mmap.mmap(fd, nbytes)
         self._fd = fd
-        self._close_fd = weakref.finalize(self, os.close, fd)  # once, whoever comes first
+        self._close_fd = weakref.finalize(self, os.close, fd)  # once
         self.nbytes = nbytes
 
     @classmethod

@@ -109,7 +109,7 @@ def _group(number: int, group: Any) -> Group:
 
 
 def overlap(one: Region, other: Region) -> bool:
-    """Whether two regions certainly share bytes: of regions with other strides nothing is said."""
+    """Whether two regions certainly share bytes.  False where their strides differ."""
     if one.handle != other.handle or one.stride != other.stride:
         return False
     near = (one.offset - other.offset) % one.stride

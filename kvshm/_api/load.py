@@ -78,8 +78,8 @@ class Found:
         self.start = start
         """Keys whose blocks the caller said to have."""
         self.length: int = start + (plan.length if plan is not None else 0)
-        """Of so many keys the prefix can be restored, those before ``start`` included; ``start`` if
-        nothing was found."""
+        """Keys whose prefix can be restored, those before ``start`` included; ``start`` if nothing
+        was found."""
         self._plan = plan
         self._lengths: tuple[int, ...] | None = None
         self.loaded: bool = False

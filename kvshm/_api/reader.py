@@ -1,4 +1,4 @@
-"""What is published on this machine, for whoever wants to know: routers, tools, tests."""
+"""What is published on this machine, for routers, tools and tests."""
 
 from __future__ import annotations
 

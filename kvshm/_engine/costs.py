@@ -102,7 +102,7 @@ class Costs:
         self._in_a_row = 0
         """Imports since the last prefill."""
         self.prefill_tokens = UNMEASURED_TOKENS
-        """A step of at least so many tokens counts as a prefill.  The caller lowers it if the
+        """The fewest tokens of a step that counts as a prefill.  The caller lowers it if the
         engine's limit of tokens per step is lower."""
         self._prefills = 0
         self.known = False

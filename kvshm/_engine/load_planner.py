@@ -152,8 +152,8 @@ class LoadPlanner:
         return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
 
     def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
-        """Ask whoever has these blocks of a KV cache group to hand them out last for so long, an
-        hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns how many blocks
+        """Ask the engines that have these blocks of a KV cache group to hand them out last for
+        ``seconds``, an hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns how many blocks
         were found; a hint, which ends by itself.  IndexError if there is no such group."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving:

@@ -206,7 +206,7 @@ class SchedulerHalf:
 
     def leave(self, timeout: float = 0.0) -> None:
         """Tell the other engines that this engine ends: they stop using its blocks, and it plans
-        no more loads.  Waits at most ``timeout`` seconds until that is told; ``close`` has to
+        no more loads.  Waits at most ``timeout`` seconds until that is sent; ``close`` has to
         follow.  Any thread."""
         self.planner.leaving = True
         self._client.leave(timeout)
@@ -288,8 +288,8 @@ class SchedulerHalf:
     def record_declined(self, reason: str) -> None:
         """Leave for tools why this engine shares nothing, until an epoch begins."""
         purpose = self._config.share is Share.NONE
-        told = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
-        record_declined(self._config.run_dir, self._config.namespace, told)
+        declined = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
+        record_declined(self._config.run_dir, self._config.namespace, declined)
 
     def log_error(self, text: str) -> None:
         """Record an error in the own slot table, where ``kvshm dump`` shows it.

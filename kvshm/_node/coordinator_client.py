@@ -34,8 +34,7 @@ from .updates import UpdateHandler
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; further batches are dropped."""
 MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
-"""Batches that wait together are sent as one message of at most so many bytes, a longer batch as
-several messages."""
+"""Longest message into which batches that wait together are joined."""
 _OWN_RANDOM = random.Random()
 """Not Python's own generator, which the program may have seeded."""
 

@@ -51,7 +51,7 @@ UNMAP_POLL_SECONDS = 0.01
 STUCK_SECONDS = 30.0
 """How long a step waits for a cancelled copy that may still write into the KV cache."""
 _CLOSE, _LOOK = "close", "look"
-"""What the load thread is told besides loads."""
+"""What the load thread gets besides loads."""
 MAX_COUNTED_SECONDS = 0.1
 """Of a longer pause between two polls of such a copy only so much counts."""
 

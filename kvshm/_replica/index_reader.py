@@ -88,7 +88,7 @@ class ReplicaReader:
         row and packed block records in the order of the prefix.  An empty list if the first block
         is missing.
 
-        ``scale``: ``hashes`` has so many hashes for each block, the last of which is the block's.
+        ``scale``: hashes for each block, the last of which is the block's.
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """
         buffer = self._segment.buffer

@@ -83,7 +83,7 @@ def is_served(path: str | Path) -> bool:
 
 
 def sibling_socket(own_path: str | Path, name: str) -> str:
-    """The path of socket ``name`` of a peer, in the directory of the own socket.  Peers are told
+    """The path of socket ``name`` of a peer, in the directory of the own socket.  Peers get
     the name only: other containers may see the shared directory at another path.  TransportError
     if ``name`` is not a file name."""
     if not name or os.path.basename(name) != name:
@@ -204,7 +204,7 @@ def check_sealed(fd: int, what: str, largest: int | None, error: type[KvshmError
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise error(f"{what} is not memory of uid {os.geteuid()}")
     if not sealed:
-        raise error(f"{what} may be cut short by whoever made it: it is not sealed")
+        raise error(f"{what} may be cut short by its owner: it is not sealed")
     if largest is not None and found.st_size > largest:
         raise error(f"{what} has {found.st_size} bytes, at most {largest} were expected")
     if (existing := found.st_blocks * 512) < found.st_size:

@@ -124,10 +124,10 @@ class LookupBuffer:
         self, tokens: Any, roi: Any, slot_mapping: Any, timeout: float = 0.0
     ) -> Selected:
         """Load the longest prefix of the tokens that ``roi`` marks which another process has, into
-        the slots; wait for all of it for so many seconds.  ``tokens`` None: any prefix that another
+        the slots; wait for all of it for ``timeout`` seconds.  ``tokens`` None: any prefix that another
         process has inserted and for which there are slots, without waiting.
 
-        The blocks that are loaded into are retracted first.  Whoever inserted the prefix keeps it,
+        The blocks that are loaded into are retracted first.  The process that inserted the prefix keeps it,
         so several processes may select it.
         """
         if tokens is None:

@@ -213,7 +213,7 @@ class Retrieval:
         self._node.retract([block for _, blocks in runs for block in blocks])
 
     def pin(self, tokens: Any, seconds: float = 60.0, salt: bytes = b"", extra: Extra = b"") -> int:
-        """Ask the owners, this engine included, to hand the prefix's blocks out last for so long,
+        """Ask the owners, this engine included, to hand the prefix's blocks out last for a while,
         an hour at most; return how many tokens were found.  A hint: an owner without other blocks
         takes these.  It ends by itself and cannot be taken back, as it may be others' as well."""
         keys = self._node.keys(listed("tokens", tokens), salt, extra)

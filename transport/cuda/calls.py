@@ -54,7 +54,7 @@ def copy_batch(
         ctypes.addressof(first),
         1,
         ctypes.addressof(failed),
-        stream,  # CUDA 13's signature lacks ``failed``
+        stream,  # not ``failed`` in CUDA 13's signature
     )
     if code:
         raise CudaError(_BATCH, cu.CUresult(code).name)

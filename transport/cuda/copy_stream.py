@@ -163,7 +163,7 @@ class CopyStream:
             self._driver.prepare_kernel(table)
 
     def prepare_buffers(self, copies: int = _PREPARED) -> None:
-        """Allocate what so many copies need, before there are copies.  Blocks."""
+        """Allocate what this number of copies needs, before there are copies.  Blocks."""
         for _ in range(copies):
             self._free.append(_CopyBuffers(self._driver, _PREPARED_PAIRS))
 
@@ -214,8 +214,8 @@ class CopyStream:
             self._driver.wait_event(self.stream, after.event)
 
     def _end_begun(self, buffers: _CopyBuffers) -> None:
-        """A copy could not be begun: wait for the part of it that was enqueued, since whoever gets
-        the error gives its blocks away."""
+        """A copy could not be begun: wait for the part of it that was enqueued, since the caller
+        gives its blocks away."""
         buffers.stop()
         with suppress(CudaError):  # after which nothing runs here any more, and no buffers are used
             self._driver.synchronize(self.stream)
@@ -284,7 +284,7 @@ class CopyStream:
 
     def _wait(self, copy: CudaCopy, call: Callable[[], None]) -> None:
         waited = False
-        with suppress(CudaError):  # who polls it finds out
+        with suppress(CudaError):  # a poll finds out
             self._driver.synchronize_event(copy.buffers.event)
             waited = True
         with self._lock:
