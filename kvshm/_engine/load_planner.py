@@ -153,8 +153,9 @@ class LoadPlanner:
 
     def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
         """Ask the engines that have these blocks of a KV cache group to hand them out last for
-        ``seconds``, an hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns how many blocks
-        were found; a hint, which ends by itself.  IndexError if there is no such group."""
+        ``seconds``, an hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns
+        how many blocks were found; a hint, which ends by itself.  IndexError if there is no such
+        group."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving:
             return 0

@@ -147,9 +147,9 @@ class KVPipe:
         return hashlib.sha256(f"{self._name}\0{end}\0{what}\0{number}".encode()).digest()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Wait until the other end has taken what was sent, for ``timeout`` seconds, and end the pipe;
-        return whether it has.  What was not taken is lost.  Calls that another thread waits in
-        raise MisuseError, as all later ones.  Idempotent."""
+        """Wait until the other end has taken what was sent, for ``timeout`` seconds, and end the
+        pipe; return whether it has.  What was not taken is lost.  Calls that another thread waits
+        in raise MisuseError, as all later ones.  Idempotent."""
         until = deadline(timeout)
         self._closing = True
         with self._sending, self._receiving:

@@ -124,12 +124,11 @@ class LookupBuffer:
         self, tokens: Any, roi: Any, slot_mapping: Any, timeout: float = 0.0
     ) -> Selected:
         """Load the longest prefix of the tokens that ``roi`` marks which another process has, into
-        the slots; wait for all of it for ``timeout`` seconds.  ``tokens`` None: any prefix that another
-        process has inserted and for which there are slots, without waiting.
+        the slots; wait for all of it for ``timeout`` seconds.  ``tokens`` None: any prefix that
+        another process has inserted and for which there are slots, without waiting.
 
-        The blocks that are loaded into are retracted first.  The process that inserted the prefix keeps it,
-        so several processes may select it.
-        """
+        The blocks that are loaded into are retracted first.  The process that inserted the prefix
+        keeps it, so several processes may select it. """
         if tokens is None:
             slots = listed("slot_mapping", slot_mapping, SlotMappingError)
             rows = (row for row in self._any_rows() if len(row) <= len(slots))
