@@ -1,9 +1,8 @@
 """A transport inside one process, with a clock that only its user moves.
 
-It is part of the product because tests of code on top of the transport interface need it.  The
-``LoopbackTransport`` s of several engines share one ``LoopbackNetwork``; their memories are
-bytearrays, and a copy makes progress only when ``advance`` is called.  So a test decides exactly
-when copies overlap, are cancelled or end late, and when a source changes during a copy.
+Tests of code on top of the transport interface need it.  The ``LoopbackTransport`` s of several
+engines share one ``LoopbackNetwork``; their memories are bytearrays, and a copy makes progress only
+when ``advance`` is called.  So a test decides when copies overlap, are cancelled or end late.
 """
 
 from __future__ import annotations

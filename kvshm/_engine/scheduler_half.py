@@ -138,11 +138,10 @@ class SchedulerHalf:
 
     @property
     def meets_peers(self) -> bool:
-        """Whether this engine joins for the first time, and does not yet know the blocks of an
-        engine that the roster names: a lookup may find less than there is.  False for good once it
-        knows them all, and where it cannot come to know any: without a coordinator, or if it
-        imports nothing, is refused, or cannot begin its epoch.  Does not block.  Any thread, one at
-        a time."""
+        """Whether a lookup may find less than there is, because this engine joins for the first
+        time and does not yet know the blocks of all engines in the roster.  False for good once it
+        does, or cannot: without a coordinator, or if it imports nothing, is refused, or cannot
+        begin its epoch.  Does not block.  Any thread, one at a time."""
         meeting = self._meeting
         if meeting.expected is None:
             meeting.expected = not self.role.no_imports

@@ -91,9 +91,8 @@ class CoordinatorClient:
             raise
 
     def send_events(self, records: bytes) -> None:
-        """Queue one step's packed records.  Change the slots before the call: if the batch is
-        dropped, the peers scan this engine's slot table instead.  Without peers nothing is sent,
-        since an engine that joins scans the table."""
+        """Queue one step's packed records, after the slots have changed: if the batch is dropped,
+        and if there are no peers yet, these scan the slot table instead."""
         session = self._session
         if session is not None and not session.has_listeners:
             self._unheard += 1
@@ -176,9 +175,8 @@ class CoordinatorClient:
         return self._usable
 
     def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
-        """Send what other threads have queued so far, in few messages: each message releases the
-        GIL, which a busy scheduler's thread returns late, and this thread has to receive, too.
-        Clears the timers among ``readable``."""
+        """Send what other threads have queued so far, in few messages: each one releases the GIL,
+        which a busy thread returns late.  Clears the timers among ``readable``."""
         for timer in (self._wake_now, self._wake_later):
             if timer in readable:
                 with contextlib.suppress(BlockingIOError):

@@ -218,8 +218,8 @@ class Peers:
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int = 0, scale: int = 1
     ) -> list[PlannedRun]:
         """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
-        that usable peers seem to hold, from as few peers as possible.  ``scale``: ``hashes`` has so
-        many hashes for each block, the last of which is the block's.  Changes nothing."""
+        that usable peers seem to hold, from as few peers as possible.  ``scale``: hashes
+        for each block, the last of which is the block's.  Changes nothing."""
         view = self._view
         mask = view.mask
         while mask:

@@ -1,12 +1,8 @@
 """The peers that one rank has attached: their slot tables and their memory, by epoch.
 
-To attach a peer, a rank asks the peer's process, and hangs if that process hangs.  So each attach
-has a thread of its own: loads from other peers go on meanwhile, and a failure is remembered for a
-while.  An attach takes many thread switches in two busy processes, so a rank attaches a peer when
-the peer joins (kvshm/_node/peer_list.py), and for a load only if that has not happened yet.
-
-A rank watches the peers it has attached, with or without a coordinator: their processes by the
-pulses in the slot table, their memory through the transport.
+A peer's process may hang while it is attached, so each attach has a thread of its own.  A rank
+attaches a peer when the peer joins (kvshm/_node/peer_list.py), since an attach takes many thread
+switches in two busy processes, and for a load only if that has not happened yet.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ log = logger(__name__)
 FAILED_SECONDS = 10.0
 """Pause before a peer that could not be attached is asked again."""
 ATTACH_WAIT_SECONDS = 1.0
-"""How long loads wait for an attach, which then goes on without them.  So a peer that hangs holds
-up one request of an engine for this time, not every request until the socket times out."""
+"""How long loads wait for an attach, which then goes on without them."""
 TIDY_SECONDS = 1.0
 """How often a rank looks for peers that have ended and for new ones."""
 MAX_ATTACHING = 2
@@ -47,11 +42,8 @@ MAX_TRIES = 3
 
 @dataclass
 class PeerMemory:
-    """One epoch of a peer as this rank sees it: the slot table and the memory of the same rank.
-
-    Table and memory are always of one epoch (``attach`` refuses anything else), so that a
-    generation in the table holds for the bytes in the mapping.
-    """
+    """A peer's slot table and the memory of the same rank, of one epoch: so a generation in the
+    table holds for the bytes in the mapping."""
 
     table: PeerSlotTable
     memory: Attachment

@@ -129,10 +129,7 @@ class RankHalf:
 
     def end_epoch(self) -> None:
         """Zero the rank's life word, before own memory is freed, remapped or given new meaning.
-
-        Loads under way begin no further copy and deliver nothing.  The old table stays mapped
-        until the loads that use it have ended.
-        """
+        Loads under way begin no further copy and deliver nothing."""
         table, self.table = self.table, None
         self._attachments.follow(None)
         if table is not None:

@@ -30,9 +30,8 @@ from .fds import (
 
 MAX_CLIENTS = 64
 MAX_KEPT = 1024
-"""Most connections left open after their reply; less if the process may have fewer than
-LIMIT_SHARE times as many descriptors.  Beyond that the server closes the oldest connection of the
-peer that has most; that peer will ask again."""
+"""Most connections left open after their reply, if the process may have LIMIT_SHARE times as many
+descriptors."""
 LIMIT_SHARE = 8
 MIN_KEPT = 32
 """Connections left open even with few descriptors: about as many as there are lease bits."""
@@ -41,9 +40,8 @@ CHECK_SECONDS = 2.0
 _log = logger(__name__)
 
 RequestHandler = Callable[[bytes], tuple[bytes, Sequence[int]]]
-"""Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps the
-descriptors: the server only sends them.  If it raises, the peer sees the connection close without
-a reply."""
+"""Request -> (reply, descriptors), which stay its own.  Runs on the server's thread and must not
+block.  If it raises, the peer gets no reply."""
 
 
 def _max_kept() -> int:

@@ -83,9 +83,9 @@ def is_served(path: str | Path) -> bool:
 
 
 def sibling_socket(own_path: str | Path, name: str) -> str:
-    """The path of socket ``name`` of a peer, in the directory of the own socket.  Peers get
-    the name only: other containers may see the shared directory at another path.  TransportError
-    if ``name`` is not a file name."""
+    """Return the path of socket ``name`` of a peer, in the directory of the own socket: other
+    containers may see that directory at another path.  Raises TransportError if ``name`` is not a
+    file name."""
     if not name or os.path.basename(name) != name:
         raise TransportError(f"{name!r} is not the name of a socket in the run directory")
     return os.path.join(os.path.dirname(own_path), name)
@@ -161,9 +161,8 @@ def peer_has_closed(connection: socket.socket) -> bool:
 def fetch_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
-    """The same as ``fetch``, and also return the connection, which the caller closes; in a forked
-    child it is closed by itself.
-    ``peer_has_closed`` tells when the owner closes it; owners of older versions do so at once."""
+    """Do the same as ``fetch``, and also return the connection, which the caller closes; in a
+    forked child it is closed by itself.  ``peer_has_closed`` tells when the owner closes it."""
     name = os.fspath(path)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")

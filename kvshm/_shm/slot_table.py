@@ -49,8 +49,7 @@ _SCAN_BATCH = 4096
 _STABLE_READS = 8
 """How often one slot is read until two reads in a row agree."""
 LEASE_SECONDS = 10
-"""For how long after a lease its table says that a lease may be in force.  Most are released within
-a fraction of a second; a block whose lease lasts longer is handed out like any other."""
+"""For how long after a lease its table says that a lease may be in force."""
 _SLOT = struct.Struct("<Q32sQIIII")
 assert _SLOT.size == SLOT_BYTES
 

@@ -68,9 +68,8 @@ def _text(field: bytes) -> str:
 
 
 def seconds_left(until: int, now: int) -> int:
-    """For how long a hold counts that ends ``until``; both in seconds since the table was created,
-    as the slot has them.  0 if it does not count: there is none, it has ended, or the machine's
-    clock was set back."""
+    """Return for how long a hold counts that ends ``until``; both in seconds since the table was
+    created.  0 if there is none, it has ended, or the machine's clock was set back."""
     left = (until - now) % WRAP_SECONDS
     return left if until and left <= MAX_HOLD_SECONDS else 0
 
@@ -139,10 +138,9 @@ class TableHeader:
 
     @property
     def now(self) -> int:
-        """Whole seconds since the table was created, in which holds are counted.  All processes
-        have to read the same clock, also those in containers: the one that people set.  While it is
-        set back behind the table's creation these seconds are negative, that is, close below the
-        wrap: they go on, so that a hold ends."""
+        """Whole seconds since the table was created, in which holds are counted, by the clock that
+        people set: containers have it, too.  While it is set back behind the table's creation they
+        are close below the wrap, and go on, so that a hold ends."""
         return (self._clock() - self.created_ns) // 1_000_000_000 % WRAP_SECONDS
 
     @property

@@ -128,7 +128,7 @@ class LookupBuffer:
         another process has inserted and for which there are slots, without waiting.
 
         The blocks that are loaded into are retracted first.  The process that inserted the prefix
-        keeps it, so several processes may select it. """
+        keeps it, so several processes may select it."""
         if tokens is None:
             slots = listed("slot_mapping", slot_mapping, SlotMappingError)
             rows = (row for row in self._any_rows() if len(row) <= len(slots))

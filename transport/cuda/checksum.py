@@ -1,8 +1,7 @@
 """Checksums of blocks in GPU memory, for KVSHM_VERIFY.
 
-The bytes are copied to the host and hashed there with xxh3, as the CPU transport does: equal
-blocks have equal checksums on every transport, and no second hash function is needed.  The price,
-a copy over the bus, is acceptable for a setting that is meant for tests.
+The bytes are copied to the host and hashed there with xxh3, as the CPU transport does: a copy over
+the bus is acceptable for a setting that is meant for tests.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 _log = logger(__name__)
 
 PROGRAMS_EACH = 2
-"""Programs of the kernel per multiprocessor of the GPU.  On an H100 one each copied fragments of 64
-KiB at 81 % of a contiguous copy's rate, two at 87 %, four no faster; beside a model that decodes,
-two took the least time from its steps for each byte copied (docs/gpu.md)."""
+"""Programs of the kernel per multiprocessor of the GPU: measured on an H100 (docs/gpu.md)."""
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
