@@ -30,10 +30,8 @@ class LoopbackNetwork:
         self.copies: list[LoopbackCopy] = []
 
     def advance(self, ticks: int = 1) -> None:
-        """Let every pending copy, in the order begun, copy one block per tick.
-
-        A cancelled copy, or one without remaining blocks, ends at its next tick.
-        """
+        """Let every pending copy, in the order begun, copy one block per tick.  A cancelled copy,
+        or one without remaining blocks, ends at its next tick."""
         for _ in range(ticks):
             for copy in self.copies:
                 copy.advance()

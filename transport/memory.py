@@ -29,11 +29,8 @@ def _seal(fd: int) -> None:
 
 
 class KVMemory:
-    """One shared allocation, mapped writable only in this process.
-
-    A KV cache over ``buffer`` (``torch.frombuffer``) keeps the mapping alive; ``close`` only ends
-    the sharing.
-    """
+    """One shared allocation, mapped writable only in this process.  A KV cache over ``buffer``
+    (``torch.frombuffer``) keeps the mapping alive; ``close`` only ends the sharing."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map ``fd`` and take it over."""
@@ -44,11 +41,9 @@ class KVMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> KVMemory:
-        """Reserve ``nbytes`` of zeroed memory.  Raises TransportError if there is no room.
-
-        Blocks while the kernel clears the pages (about a second per 4 GB); call it on the
-        thread, bound to the cores, that will use the memory.
-        """
+        """Reserve ``nbytes`` of zeroed memory.  Raises TransportError if there is no room.  Blocks
+        while the kernel clears the pages (about a second per 4 GB); call it on the thread, bound to
+        the cores, that will use the memory."""
         if nbytes <= 0:
             raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
         try:

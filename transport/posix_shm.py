@@ -167,11 +167,9 @@ def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
 
 
 class PosixShmTransport(OwnCache):
-    """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).
-
-    ``export``, copies and ``checksum`` belong to one thread; ``attach`` and closing may be
-    called by others.  A forked child must not use it.
-    """
+    """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).  ``export``, copies
+    and ``checksum`` belong to one thread; ``attach`` and closing may be called by others.  A forked
+    child must not use it."""
 
     name = "posix_shm"
     devices = ("cpu",)
@@ -188,11 +186,9 @@ class PosixShmTransport(OwnCache):
         fault: str | None = None,
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
-
         ``socket_path`` is the path of this rank's socket in the run directory.  ``fault`` makes
         every copy wrong on purpose (faults.py).  The caller closes the memory.  Raises
-        TransportError if the regions do not fit the memory.
-        """
+        TransportError if the regions do not fit the memory."""
         self.memory = (memory,) if isinstance(memory, KVMemory) else tuple(memory)
         super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.target = _runs(self.regions, [m.address for m in self.memory])

@@ -33,10 +33,9 @@ _EMPTY = (0.0, 0.0, 0.0)
 
 
 class LinearFit:
-    """``seconds = fixed + each * count``, fitted to the means of the observations.
-
-    There is one mean for each power of two, in which the latest observation weighs most: then
-    observations of one size do not displace those of another."""
+    """``seconds = fixed + each * count``, fitted to the means of the observations.  There is one
+    mean for each power of two, in which the latest observation weighs most: then observations of
+    one size do not displace those of another."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds

@@ -42,12 +42,10 @@ class EngineSpec:
 
 @dataclass
 class EpochState:
-    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.
-
-    The client's thread begins an epoch, the scheduler's thread ends it.  In between the
-    scheduler's thread publishes in ``table`` and looks up in ``peers``, and the client's thread
-    keeps ``peers`` up to date.
-    """
+    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.  The
+    client's thread begins an epoch, the scheduler's thread ends it.  In between the scheduler's
+    thread publishes in ``table`` and looks up in ``peers``, and the client's thread keeps ``peers``
+    up to date."""
 
     table: OwnSlotTable
     peers: Peers

@@ -42,11 +42,9 @@ _log = logger(__name__)
 
 
 class CoordinatorClient:
-    """Keeps this engine in the roster, from construction until ``close``.
-
-    Any thread may call.  Only ``leave`` and ``close`` block, with a bound; only the constructor
-    raises.  In a forked child the methods do nothing.
-    """
+    """Keeps this engine in the roster, from construction until ``close``.  Any thread may call.
+    Only ``leave`` and ``close`` block, with a bound; only the constructor raises.  In a forked
+    child the methods do nothing."""
 
     def __init__(
         self,

@@ -128,11 +128,9 @@ class CoordinatorSession:
 
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
         """Create and connect the sockets; a readable descriptor of ``wake_fds`` ends a ``wait``.
-
         ``hand_over`` sends what other threads have queued so far; it is called before a new epoch
         begins, so that events of the old epoch are not sent with the new epoch.  Raises KvshmError
-        or zmq.ZMQError, leaving nothing open.
-        """
+        or zmq.ZMQError, leaving nothing open."""
         self._hand_over = hand_over
         self._sockets.open(wake_fds)
 
@@ -160,11 +158,9 @@ class CoordinatorSession:
         self._events_lost = self._events_lost or why is EVENTS_DROPPED
 
     def rejoin(self) -> None:
-        """Leave with the old epoch and join with a new description.
-
-        If ``work`` has begun to join with the epoch that ``describe`` returns now, no Leave is
-        sent: the coordinator lets no epoch join again after its Leave.
-        """
+        """Leave with the old epoch and join with a new description.  If ``work`` has begun to join
+        with the epoch that ``describe`` returns now, no Leave is sent: the coordinator lets no
+        epoch join again after its Leave."""
         info = self.guard.call(self._handler.describe)
         present = info is not None and info.epoch == self._place.epoch
         if not present:

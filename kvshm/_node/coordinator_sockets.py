@@ -113,11 +113,9 @@ class CoordinatorSockets:
 
 
 def _received(socket: zmq.Socket[bytes]) -> Iterator[bytes | ProtocolError]:
-    """Yield the messages of a readable socket; an error for a message of several frames.
-
-    Each ``recv`` releases the GIL, which a busy thread returns only after its switch interval.
-    Therefore ``recv`` is called only when a message is there.
-    """
+    """Yield the messages of a readable socket; an error for a message of several frames.  Each
+    ``recv`` releases the GIL, which a busy thread returns only after its switch interval.
+    Therefore ``recv`` is called only when a message is there."""
     for _ in range(MAX_RECEIVED):
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)

@@ -15,11 +15,9 @@ from .protocol import EngineInfo
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Another engine in one epoch, attached for as long as this object exists.
-
-    Its table stays mapped until the last plan that holds the peer is gone.  The client's thread
-    changes ``dead``, the scheduler's thread the fields after it.
-    """
+    """Another engine in one epoch, attached for as long as this object exists.  Its table stays
+    mapped until the last plan that holds the peer is gone.  The client's thread changes ``dead``,
+    the scheduler's thread the fields after it."""
 
     info: EngineInfo
     table: PeerSlotTable

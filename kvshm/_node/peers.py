@@ -67,11 +67,9 @@ class PeersStats(NamedTuple):
 
 
 class Peers:
-    """The other engines of one fingerprint, and the replica of their blocks.
-
-    The sections below name the thread of each method.  Only methods of the client's thread open
-    or read tables, and none raises because of a peer or the network.
-    """
+    """The other engines of one fingerprint, and the replica of their blocks.  The sections below
+    name the thread of each method.  Only methods of the client's thread open or read tables, and
+    none raises because of a peer or the network."""
 
     def __init__(
         self,
@@ -83,11 +81,9 @@ class Peers:
         listed: PeerList | None = None,
         timing: Timing = TIMING,
     ) -> None:
-        """Create the replica of engine ``engine`` in its own ``epoch``.
-
-        ``segments``: fetches the peers' tables.  ``clock`` gives seconds.  ``listed``: the list
-        that names the peers to the own ranks.  Raises SegmentTooSmall.
-        """
+        """Create the replica of engine ``engine`` in its own ``epoch``.  ``segments``: fetches the
+        peers' tables.  ``clock`` gives seconds.  ``listed``: the list that names the peers to the
+        own ranks.  Raises SegmentTooSmall."""
         self._epoch = epoch
         self._segments = segments
         self._clock = clock

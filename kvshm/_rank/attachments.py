@@ -117,12 +117,9 @@ class AttachmentCache:
 
     def find(self, piece: Piece) -> PeerMemory | None:
         """Return a piece's peer, or None while the peer is being attached; the first call begins
-        that.
-
-        Raises TransportError if the peer has died, or could not be attached within the last
+        that.  Raises TransportError if the peer has died, or could not be attached within the last
         FAILED_SECONDS, and StillAttaching if the attach takes too long or cannot begin, and if the
-        peer's rank serves no memory: not yet, or no more.
-        """
+        peer's rank serves no memory: not yet, or no more."""
         with self._lock:
             peer = self._peers.get(piece.peer_epoch)
             if peer is not None:

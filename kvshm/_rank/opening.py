@@ -28,11 +28,8 @@ def open_rank(
     regions: Sequence[Region],
 ) -> RankHalf:
     """Return the half of rank ``rank``, whose KV blocks lie in ``regions`` of ``memory``.
-
-    ``transport``: its class; ``memory``: what that class takes.
-    Raises TransportError, leaving nothing open, if the memory cannot be shared, or if no thread or
-    descriptor is left.
-    """
+    ``transport``: its class; ``memory``: what that class takes.  Raises TransportError, leaving
+    nothing open, if the memory cannot be shared, or if no thread or descriptor is left."""
     if config.fault is not None:
         log.warning("KVSHM_FAULT=%s: every import is made wrong on purpose", config.fault)
     socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)

@@ -38,10 +38,8 @@ class ReplicaReader:
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
         """Map a replica from a descriptor, which is closed.  An owner that needs a larger replica
-        creates another segment.  ``name``: for messages.
-
-        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
-        """
+        creates another segment.  ``name``: for messages.  Raises SegmentNotReady, VersionMismatch,
+        CorruptSegment or SegmentError."""
         segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
         reader = ReplicaReader(segment)
         try:

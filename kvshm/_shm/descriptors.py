@@ -110,11 +110,9 @@ def _nothing(wanted: Request) -> Sequence[int]:
 
 def ask(path: str | Path, wanted: Request, timeout: float) -> tuple[list[int], socket.socket]:
     """Ask the server at ``path``.  Return the descriptors, and the connection to leave open while
-    they are in use; the caller closes all of them.
-
-    Blocks, each step for ``timeout`` seconds at most.  Raises StaleAttachment if the server has no
-    such thing, and TransportError if there is no reply, or none that can be used.
-    """
+    they are in use; the caller closes all of them.  Blocks, each step for ``timeout`` seconds at
+    most.  Raises StaleAttachment if the server has no such thing, and TransportError if there is no
+    reply, or none that can be used."""
     packed, fds, connection = fetch_keep_open(path, wanted.encode(), timeout)
     try:
         return read_reply(packed, fds, os.fspath(path)), connection

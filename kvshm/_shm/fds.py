@@ -137,12 +137,10 @@ def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
 
 
 def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list[int]]:
-    """Send ``request`` to the FdServer at ``path``; return its reply and descriptors.
-
-    Blocks, each step for at most ``timeout`` seconds.  The descriptors are close-on-exec; the
-    caller closes them.  Raises TransportError: no such socket, no listener, another user's socket,
-    no reply in time, truncated reply.  No descriptor stays open after an error.
-    """
+    """Send ``request`` to the FdServer at ``path``; return its reply and descriptors.  Blocks, each
+    step for at most ``timeout`` seconds.  The descriptors are close-on-exec; the caller closes
+    them.  Raises TransportError: no such socket, no listener, another user's socket, no reply in
+    time, truncated reply.  No descriptor stays open after an error."""
     reply, fds, connection = fetch_keep_open(path, request, timeout)
     connection.close()
     return reply, fds

@@ -300,9 +300,7 @@ def digest(of: Mapping[str, int]) -> int:
 
 def check_layout(native: int) -> None:
     """Compare the digest of the layout that the native module was built with to this module's.
-
-    ``kvshm._native`` calls it during its import, so it cannot be skipped.  Raises ImportError.
-    """
+    ``kvshm._native`` calls it during its import, so it cannot be skipped.  Raises ImportError."""
     if native != digest(numbers()):
         raise ImportError(
             f"kvshm._native was built with another layout than that of {__file__}: "

@@ -101,10 +101,8 @@ class Segment:
     @classmethod
     def from_fd(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
         """Map a segment from a descriptor.  The object takes the descriptor over; an error closes
-        it.  ``largest``: most bytes that the segment may have.
-
-        Raises SegmentNotReady (not filled yet) or SegmentError.
-        """
+        it.  ``largest``: most bytes that the segment may have.  Raises SegmentNotReady (not filled
+        yet) or SegmentError."""
         with _closing_on_error(fd, f"{name} cannot be mapped"):
             nbytes = check_sealed(fd, name, largest, SegmentError)
             if nbytes < PREFIX_BYTES:
@@ -176,11 +174,8 @@ class Header(NamedTuple):
 
 
 def write_header(segment: Segment, header: Header) -> None:
-    """Fill the common prefix and make the segment valid for other processes.
-
-    Call it after everything else is written: the layout version is written last, with release
-    order.
-    """
+    """Fill the common prefix and make the segment valid for other processes.  Call it after
+    everything else is written: the layout version is written last, with release order."""
     buffer, (magic, header_bytes, epoch, pid) = segment.buffer, header
     _PREFIX.pack_into(buffer, 0, magic, 0, header_bytes, buffer.nbytes, epoch, pid)
     # SYNC POINT: from here on other processes treat the segment as complete
@@ -188,10 +183,8 @@ def write_header(segment: Segment, header: Header) -> None:
 
 
 def check_header(segment: Segment, magic: bytes) -> Header:
-    """Return the header of a mapped segment.
-
-    Raises SegmentNotReady, VersionMismatch or CorruptSegment.
-    """
+    """Return the header of a mapped segment.  Raises SegmentNotReady, VersionMismatch or
+    CorruptSegment."""
     name, buffer = segment.name, segment.buffer
     # acquire: the rest of the header is read after the version, which was written last
     version = _native.load(buffer, VERSION_OFFSET) & 0xFFFFFFFF

@@ -60,11 +60,9 @@ NOTHING = Selected(None, None, None)
 
 
 class LookupBuffer:
-    """Prefixes with their hidden states.  Any thread; ``node`` remains the caller's.
-
-    ``capacity``: prefixes that this process keeps rows of; the oldest makes room.  ``row_bytes``:
-    8, and 4 for each token, and the hidden states; equal in all processes that are to share.
-    """
+    """Prefixes with their hidden states.  Any thread; ``node`` remains the caller's.  ``capacity``:
+    prefixes that this process keeps rows of; the oldest makes room.  ``row_bytes``:  8, and 4 for
+    each token, and the hidden states; equal in all processes that are to share."""
 
     def __init__(
         self,

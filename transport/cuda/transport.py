@@ -41,11 +41,9 @@ _log = logger(__name__)
 
 
 class CudaIpcTransport(OwnCache):
-    """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
-
-    ``export`` and the constructor must run on the thread that runs the model (copies wait for its
-    current stream); any thread may call everything else.
-    """
+    """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).  ``export`` and the
+    constructor must run on the thread that runs the model (copies wait for its current stream); any
+    thread may call everything else."""
 
     name = "cuda_ipc"
     devices = ("cuda",)
