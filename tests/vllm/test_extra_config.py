@@ -217,8 +217,8 @@ def test_scheduler_and_worker_use_what_is_said_in_each_place(
         outer = KVConnectorFactory.create_connector(config, role, imagined_cache(8))
         connectors = getattr(outer, "sub_connectors", [outer])
         (ours,) = [one for one in connectors if isinstance(one, KvshmConnector)]
-        side: Any = ours._scheduler or ours._worker
-        used = side._config
+        scheduler, worker = ours._scheduler, ours._worker
+        used = scheduler._config if scheduler is not None else worker._open.args[0]
         assert (used.run_dir, used.namespace, used.verify) == (str(run_dir), "there", True)
         assert ours.strict
         outer.shutdown()
