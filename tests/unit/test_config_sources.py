@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvshm._base.extra_config import own_settings
@@ -66,6 +66,7 @@ def examples(test: Any) -> Any:
     return test
 
 
+@settings(deadline=None)
 @examples
 @given(case=st.sampled_from(SETTINGS).flatmap(every_value))
 def test_variable_file_extra_config_and_option_say_the_same(
