@@ -66,7 +66,7 @@ class Setting(NamedTuple):
     name: str
     """Of its environment variable, by which messages call the setting."""
     field: str
-    """Its name in Config, in the file and in kv_connector_extra_config."""
+    """Its name everywhere else."""
     default: Any
     parse: Callable[[str], Any]
     accepts: str
@@ -330,8 +330,7 @@ class Config:
         return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
-        """Internal: drain budget of one step.  Without asynchronous scheduling it is 0 unless
-        given: no work overlaps the wait."""
+        """Internal: drain budget of one step; 0 if no work overlaps the wait, unless given."""
         wanted = asynchronous or "KVSHM_DRAIN_BUDGET_MS" in self.given
         return self.drain_budget_ms if wanted else 0.0
 
@@ -346,11 +345,10 @@ SETTINGS: tuple[Setting, ...] = tuple(
 def list_settings(
     environ: Mapping[str, str], extra_config: Mapping[str, object] | None = None
 ) -> list[tuple[str, str | None, str]]:
-    """Return name, value (None: unset) and origin of the file and of every setting.  Raises
-    ConfigError like ``Config.from_env``."""
+    """Return name, value (None: unset) and origin of every setting.  Raises ConfigError."""
     config = Config.from_env(environ, extra_config=extra_config)
     file = setting_sources.file_of(environ)
-    told = [(FILE_VARIABLE, file or None, "environment" if file else "default")]
+    listed = [(FILE_VARIABLE, file or None, "environment" if file else "default")]
     for setting in SETTINGS:
         value, origin = getattr(config, setting.field), "default"
         if setting.field in config.sources:
@@ -360,8 +358,8 @@ def list_settings(
             if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
                 origin = "XDG_RUNTIME_DIR"
         text = None if value in (None, "") else values.as_text(value)
-        told.append((setting.name, text, origin))
-    return told
+        listed.append((setting.name, text, origin))
+    return listed
 
 
 def _read(setting: Setting, given: Given) -> Any:

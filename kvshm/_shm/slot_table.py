@@ -185,7 +185,7 @@ class SlotTableView(TableHeader):
         return _native.census_add(self._segment.buffer, places, used, number)
 
     def missing_in(self, replica: memoryview, row: int) -> tuple[int, float]:
-        """How many READY blocks the row of another engine's replica lacks, and for how many seconds
+        """How many READY blocks a row of another engine's replica misses, and for how many seconds
         the oldest of these has been published (0.0: there is none)."""
         lacking, since_ms = _native.census_missing(self._segment.buffer, replica, row)
         return lacking, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if lacking else 0.0
@@ -248,7 +248,7 @@ class PeerSlotTable(SlotTableView):
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
     def hold(self, records: bytes, seconds: float) -> int:
-        """Ask the owner to hand these blocks out last for so long, an hour (MAX_HOLD_SECONDS) at
+        """Ask the owner to hand these blocks out last for ``seconds``, MAX_HOLD_SECONDS at
         most; a hold that ends later stays.  Counted in whole seconds, rounded up.
 
         A hint, which nobody has to take back: it ends by itself, or when the block is published
