@@ -1,16 +1,15 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
-Settings come from a command's options, vLLM's ``kv_connector_extra_config``, environment variables
-and a TOML file (kvshm/_base/setting_sources.py has their order).  Only ``Config.from_env`` reads
-and checks them, when kvshm is activated or the coordinator starts; a bad value stops the start.  An
-empty value counts as unset.
+kvshm/_base/setting_sources.py lists their sources.  Only ``Config.from_env`` reads and checks them;
+a bad value stops the start, an empty one counts as unset.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -20,21 +19,20 @@ from ._base.likely_mistakes import plugin_left_out, unknown_names
 from ._base.log_lines import FilledLine
 from ._base.roles import Decision, Limit, Role, decide_role
 from ._base.rundir import SOCKET_PATH_BYTES, choose_run_directory
-from ._base.setting_sources import FILE_VARIABLE, PREFIX, Given, Source
+from ._base.setting_sources import FILE_VARIABLE, PREFIX, Given, Loaded, Source
 from .errors import ConfigError
 
 SOCKET_NAME_BYTES = 32
-"""Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
+"""Bytes of a socket's path for its name, in addition to the namespace."""
 
 _READ_ELSEWHERE = frozenset({FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE})
-"""Variables that are no settings.  The last two are read at the import of
-kvshm/_base/syncpoints.py and timing.py, before there are settings; only checked here."""
+"""Variables that are no settings.  The last two are read before there are settings."""
 
 _PLACE = ("run_dir", "namespace")
 
 
 class Share(StrEnum):
-    """Whose blocks are shared: all requests', those of requests with a cache_salt, or none."""
+    """Whose blocks are shared."""
 
     ALL = "all"
     SALTED_ONLY = "salted-only"
@@ -42,7 +40,7 @@ class Share(StrEnum):
 
 
 class Fault(StrEnum):
-    """Deliberate faults, by which tests show that the verification notices them."""
+    """A deliberate fault, by which tests show that the verification notices it."""
 
     WRONG_BLOCK = "wrong-block"
     ZERO = "zero"
@@ -50,7 +48,7 @@ class Fault(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How a line of the log is written: for people, or for programs."""
+    """How a line of the log is written."""
 
     TEXT = "text"
     JSON = "json"
@@ -63,12 +61,12 @@ class Auto(StrEnum):
 
 
 class Setting(NamedTuple):
-    """One setting; ``parse`` raises ValueError or KeyError for unacceptable text."""
+    """One setting; ``parse`` raises ValueError or KeyError."""
 
     name: str
     """Of its environment variable, by which messages call the setting."""
     field: str
-    """Its name in Config, in the file and in kv_connector_extra_config."""
+    """Its name everywhere else."""
     default: Any
     parse: Callable[[str], Any]
     accepts: str
@@ -103,9 +101,9 @@ def _one_of(default: StrEnum, meaning: str) -> Any:
 class Config:
     """The settings of one process; docs/configuration.md lists them.  Any process; immutable.
 
-    ``from_env`` reads and checks them.  The constructor takes each as a field: its name in small
-    letters without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", role="producer")``.  It checks
-    each value as that of the environment, and raises ConfigError.
+    ``from_env`` reads and checks them.  The constructor takes each by its name in small letters
+    without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", role="producer")``; it raises
+    ConfigError.
     """
 
     enable: bool = _flag("Share this engine's prefix cache.")
@@ -220,14 +218,7 @@ class Config:
         "Raise errors at the border to vLLM instead of treating them as a cache miss.",
         for_tests=True,
     )
-    given: frozenset[str] = frozenset()
-    """Names of the settings that are given; the others have their defaults."""
-    sources: Mapping[str, Given] = field(default_factory=dict, compare=False, repr=False)
-    """Internal: where the given ones come from, by field."""
-    limits: tuple[Limit, ...] = ()
-    """Internal: what limits the role in addition to the settings, vLLM's configuration."""
-    mistakes: tuple[FilledLine, ...] = ()
-    """Internal: likely mistakes that do not stop the start; to be logged once."""
+    _loaded: Loaded = field(default=Loaded(), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for setting in SETTINGS:
@@ -243,13 +234,12 @@ class Config:
         options: Mapping[str, str | None] | None = None,
         extra_config: Mapping[str, object] | None = None,
     ) -> Config:
-        """Return the checked settings.  Reads the file that the variable KVSHM_CONFIG names, if it
-        is set, and blocks for as long as the file system does.  Raises ConfigError naming setting,
-        value and remedy.
+        """Return the checked settings.  Blocks while it reads the file that KVSHM_CONFIG names.
+        Raises ConfigError naming setting, value and remedy.
 
-        ``options`` of a command line override the settings of the same name (--run-dir overrides
-        KVSHM_RUN_DIR) unless they are None.  ``extra_config``: kvshm's part of vLLM's
-        kv_connector_extra_config; it overrides variables.
+        ``options`` of a command line override settings (--run-dir overrides KVSHM_RUN_DIR) unless
+        they are None.  ``extra_config``: kvshm's part of vLLM's kv_connector_extra_config; it
+        overrides variables.
         """
         syncpoints.trigger_in(environ)
         timing.timing_in(environ)
@@ -264,14 +254,13 @@ class Config:
         )
         names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
         left_out = plugin_left_out(environ) if config.enable else ()
-        return replace(config, mistakes=(*unknown_names(environ, names), *left_out))
+        return config._with(mistakes=(*unknown_names(environ, names), *left_out))
 
     @classmethod
     def of_place(
         cls, environ: Mapping[str, str], options: Mapping[str, str | None] | None = None
     ) -> Config:
-        """Internal: as ``from_env``, but all settings other than run directory and namespace have
-        their defaults, whatever is wrong with them."""
+        """Internal: as ``from_env``, but only for run directory and namespace."""
         return cls._of(
             setting_sources.of_options(options or {}),
             setting_sources.of_environment(environ, _PLACE),
@@ -285,21 +274,40 @@ class Config:
         """Return what counts of ``sources``, checked.  Raises ConfigError."""
         given = setting_sources.merged(*sources)
         read = {s.field: _read(s, given[s.field]) for s in SETTINGS if s.field in given}
-        config = cls(
-            **read,
-            given=frozenset(s.name for s in SETTINGS if s.field in read),
-            sources=given,
-        )
+        config = cls(**read)._with(sources={field: given[field] for field in read})
         _check_length(config)
         return config
+
+    def with_limits(self, *limits: Limit) -> Config:
+        """Internal: return these settings, of an engine whose role is limited by ``limits`` too."""
+        return self._with(limits=limits)
+
+    def _with(self, **loaded: Any) -> Config:
+        new = copy(self)
+        object.__setattr__(new, "_loaded", self._loaded._replace(**loaded))
+        return new
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the settings that are given; the others have their defaults."""
+        return frozenset(PREFIX + field.upper() for field in self.sources)
+
+    @property
+    def sources(self) -> Mapping[str, Given]:
+        """Internal: where the given ones come from, by field."""
+        return self._loaded.sources
+
+    @property
+    def mistakes(self) -> tuple[FilledLine, ...]:
+        """Internal: likely mistakes that do not stop the start; to be logged once."""
+        return self._loaded.mistakes
 
     def called(self, field: str) -> str:
         """Internal: what messages call the setting ``field``, so that their readers find it."""
         return self.sources[field].called if field in self.sources else PREFIX + field.upper()
 
     def decide_role(self, *found: Limit) -> Decision:
-        """Internal: decide what the engine does.  ``found``: limits that only a running vLLM
-        shows."""
+        """Internal: decide what the engine does, with the limits ``found`` in a running vLLM."""
         nobody = self.share is Share.NONE
         settings = (
             Limit(f"{self.called('share')}={self.share}", no_exports=nobody, no_imports=nobody),
@@ -309,7 +317,7 @@ class Config:
                 no_imports=self.role is Role.PRODUCER,
             ),
         )
-        return decide_role((*settings, *self.limits, *found))
+        return decide_role((*settings, *self._loaded.limits, *found))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -322,8 +330,7 @@ class Config:
         return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
-        """Internal: drain budget of one step.  Without asynchronous scheduling no work overlaps the
-        wait, so the budget is 0 unless the setting was given."""
+        """Internal: drain budget of one step; 0 if no work overlaps the wait, unless given."""
         wanted = asynchronous or "KVSHM_DRAIN_BUDGET_MS" in self.given
         return self.drain_budget_ms if wanted else 0.0
 
@@ -338,11 +345,10 @@ SETTINGS: tuple[Setting, ...] = tuple(
 def list_settings(
     environ: Mapping[str, str], extra_config: Mapping[str, object] | None = None
 ) -> list[tuple[str, str | None, str]]:
-    """Return the file and every setting: name, value (None if there is none) and the origin of
-    the value.  Raises ConfigError like ``Config.from_env``."""
+    """Return name, value (None: unset) and origin of every setting.  Raises ConfigError."""
     config = Config.from_env(environ, extra_config=extra_config)
     file = setting_sources.file_of(environ)
-    told = [(FILE_VARIABLE, file or None, "environment" if file else "default")]
+    listed = [(FILE_VARIABLE, file or None, "environment" if file else "default")]
     for setting in SETTINGS:
         value, origin = getattr(config, setting.field), "default"
         if setting.field in config.sources:
@@ -352,8 +358,8 @@ def list_settings(
             if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
                 origin = "XDG_RUNTIME_DIR"
         text = None if value in (None, "") else values.as_text(value)
-        told.append((setting.name, text, origin))
-    return told
+        listed.append((setting.name, text, origin))
+    return listed
 
 
 def _read(setting: Setting, given: Given) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.extra_config import own_settings
@@ -47,4 +46,4 @@ def settings_of_connector(own: KVTransferConfig) -> Config:
     configuration.  Connector's constructor.  Raises ConfigError, also if the engine's configuration
     has settings where the connector does not get them."""
     settings_of(engine_transfer(own))
-    return replace(settings_of(own), limits=(kv_role_limit(own),))
+    return settings_of(own).with_limits(kv_role_limit(own))

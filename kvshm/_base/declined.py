@@ -1,9 +1,7 @@
 """Records of engines that share nothing, in the run directory: their logs say why, and so do tools.
 
-An engine that shares has a slot table and a socket.  One that declined has neither, so its process
-leaves a small file, and holds a lock on it while it lives: the kernel releases the lock when the
-process ends, in whatever way and container.  A record is for people only; nothing that goes wrong
-with it is an error of the engine.
+The process of such an engine leaves a small file, and holds a lock on it while it lives.  Nothing
+that goes wrong with it is an error of the engine.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ _records = _Records()
 
 
 def record_declined(
-    run_dir: str, namespace: str, told: Declined, environ: Mapping[str, str] | None = None
+    run_dir: str, namespace: str, record: Declined, environ: Mapping[str, str] | None = None
 ) -> None:
     """Leave a record, in place of an earlier one of that engine, until this process ends or
     ``forget_declined``.  ``run_dir``: as the setting says.  Never raises because of files."""
@@ -109,13 +107,13 @@ def record_declined(
         fd = os.open(fresh, _WRITE, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            os.write(fd, msgspec.json.encode(_plain(told)))
+            os.write(fd, msgspec.json.encode(_plain(record)))
             fresh.rename(path)  # locked before anybody can see it under this name
         except BaseException:
             os.close(fd)
             fresh.unlink(missing_ok=True)
             raise
-        _records.hold(told.engine, path, fd)
+        _records.hold(record.engine, path, fd)
 
 
 def forget_declined(engine: str) -> None:
@@ -143,13 +141,15 @@ def _pid_namespace() -> int:
         return 0
 
 
-def _plain(told: Declined) -> Declined:
+def _plain(record: Declined) -> Declined:
     """With texts of one line that any terminal and any encoding can show."""
     texts = {
-        name: "".join(c if c.isprintable() else " " for c in getattr(told, name)[:TEXT_CHARACTERS])
+        name: "".join(
+            c if c.isprintable() else " " for c in getattr(record, name)[:TEXT_CHARACTERS]
+        )
         for name in ("engine", "model", "reason")
     }
-    return msgspec.structs.replace(told, **texts)
+    return msgspec.structs.replace(record, **texts)
 
 
 # -- reading
@@ -161,8 +161,8 @@ def list_declined(run_dir: Path, namespace: str | None) -> list[tuple[str, Decli
     found = []
     for space, path in _files(run_dir, namespace):
         with suppress(OSError, msgspec.DecodeError, ValueError):
-            if (told := _read(path)) is not None:
-                found.append((space, told))
+            if (record := _read(path)) is not None:
+                found.append((space, record))
     return found
 
 
@@ -192,7 +192,7 @@ def _read(path: Path) -> Declined | None:
 
 def _read_if(path: Path, *, living: bool) -> bytes | None:
     """The file's contents if its process lives, or if it has ended; None otherwise.  Raises
-    OSError; never blocks, whatever lies there."""
+    OSError; never blocks."""
     fd = os.open(path, _READ)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

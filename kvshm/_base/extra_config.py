@@ -3,9 +3,7 @@
     {"kv_connector": "KvshmConnector", "kv_connector_extra_config": {"role": "producer"}}
     {"kv_connector": "OtherConnector", "kv_connector_extra_config": {"kvshm": {"role": "producer"}}}
 
-In the configuration of KvshmConnector, and in one that names no connector, all keys are kvshm's.
-Beside another connector (KVSHM_BESIDE=1), whose keys those are, kvshm's stand under ``kvshm``.  A
-MultiConnector gives each of its connectors that connector's own configuration.
+Without another connector all keys are kvshm's; beside one they stand under ``kvshm``.
 """
 
 from __future__ import annotations

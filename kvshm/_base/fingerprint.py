@@ -1,7 +1,6 @@
 """The fingerprint: what must be equal for two engines to exchange raw block bytes.
 
-It is a digest over named fields.  The digest decides; the fields are sent with it, so that two
-engines that cannot share can log the reason.
+The digest over named fields decides; the fields are sent with it for the logs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a forked child must leave alone.
 
-A forked child has the parent's memory and descriptors, but not its threads.  Sockets, epochs and
-segments stay the parent's: before any code of the child runs, their objects are told to forget
-them.  The child then cannot disturb what the parent still uses, neither by a call nor by its end.
+Sockets, epochs and segments stay the parent's: before any code of the child runs, their objects
+forget them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _inherited: weakref.WeakSet[Closeable] = weakref.WeakSet()
 
 def close_in_children(resource: Closeable) -> None:
     """Have a connection to another process, or a mapping of its memory, closed in every forked
-    child: as long as one is open, the other process takes its memory for used."""
+    child."""
     _inherited.add(resource)
 
 

@@ -1,7 +1,6 @@
 """A type for each kind of number and bytes that crosses function boundaries.
 
-A bare ``int`` or ``bytes`` does not say what it means.  These NewTypes cost nothing at run time,
-and mypy refuses a block id where a generation is expected.  docs/glossary.md explains the words.
+docs/glossary.md explains the words.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ HASH_BYTES = 32
 def block_hash(digest: bytes) -> BlockHash:
     """Return ``digest`` as a BlockHash, padded on the right to 32 bytes.
 
-    vLLM's sha256 digests have 32 bytes, its xxhash digests 16; engines with different
-    algorithms never meet, because the algorithm is part of the fingerprint.  Raises
-    ValueError for an empty or longer digest.
+    Engines with different algorithms never meet.  Raises ValueError for an empty or longer digest.
     """
     if not 0 < len(digest) <= HASH_BYTES:
         raise ValueError(f"a block hash has 1 to {HASH_BYTES} bytes, not {len(digest)}")

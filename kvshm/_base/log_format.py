@@ -16,11 +16,11 @@ PREFIX = "kvshm: "
 """What the lines of engines begin with, for a search in vLLM's log."""
 
 MAX_VALUE = 1000
-"""At most so many characters of a value or message are written."""
+"""Characters of a value or message that are written at most."""
 MAX_MESSAGE = 4000
-"""At most so many of a message in vLLM's own log."""
+"""The same of a message in vLLM's own log."""
 MAX_TRACEBACK = 16_000
-"""At most so many of a traceback."""
+"""The same of a traceback."""
 
 EVENT, FIELDS = "kvshm_event", "kvshm_fields"
 """Attributes of a log record that has an event."""
@@ -150,7 +150,7 @@ def _cut(text: str) -> str:
 
 
 def _cut_middle(text: str) -> str:
-    """Of a traceback the begin and the end say most."""
+    """Of a traceback the first and the last lines say most."""
     text = _encodable(text)
     if len(text) <= MAX_TRACEBACK:
         return text

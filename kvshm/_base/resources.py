@@ -22,9 +22,8 @@ are of the thread that caused them."""
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start ``thread``, which gets none of the process's signals: the thread that would handle one
-    must be the one that it wakes from a read or a wait.  Raises TransportError if the user, the
-    container or the service has as many threads as it may have."""
+    """Start ``thread``, which gets none of the process's signals.  Raises TransportError if no
+    thread can be started."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_ANY_THREAD)  # threads inherit it
     try:
         thread.start()
@@ -37,8 +36,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def require_descriptors(count: int) -> None:
-    """Raise KvshmError unless this process may open ``count`` more descriptors.  libzmq, for
-    example, aborts a process that runs out of them (src/epoll.cpp)."""
+    """Raise KvshmError unless this process may open ``count`` more descriptors: libzmq aborts a
+    process that has none left."""
     opened: list[int] = []
     try:
         for _ in range(count):

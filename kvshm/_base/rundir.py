@@ -1,8 +1,7 @@
 """The run directory: where a user's sockets and lock files lie, and their names.
 
-Engines and coordinator find each other through the run directory.  Its mode keeps other users out
-(libzmq creates socket files that everybody may connect to), so it is used only if it is a real
-directory of mode 0700 that belongs to this user.
+Its mode keeps other users out, so it is used only if it is a real directory of mode 0700 that
+belongs to this user.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
 
 
 def _per_user(environ: Mapping[str, str]) -> Path:
-    """The same for all processes of this user, although other users may take the name in /tmp
-    first.  A directory in $HOME has precedence: else, once the other user gave up the name in
-    /tmp, later processes would choose another directory than earlier ones."""
+    """Return a name that is the same for all processes of this user.  One in $HOME comes first:
+    another user may take the one in /tmp, or give it up."""
     in_tmp, home = Path(f"/tmp/kvshm-{os.geteuid()}"), environ.get("HOME", "")
     if not home.startswith("/"):
         return in_tmp
@@ -132,9 +130,8 @@ def engine_socket(run_dir: Path, namespace: str, epoch: int) -> Path:
 
 
 def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:
-    """Socket at which a worker process hands out the file descriptors of its KV memory, for one
-    epoch after another.  ``process``: letters and digits that are unique to the process.  A pid is
-    not unique among containers that have the same run directory."""
+    """Return the socket at which a worker process hands out descriptors of its KV memory.
+    ``process``: unique letters and digits; a pid is not unique among containers."""
     return _socket(run_dir, f"{namespace}.rank.{process}.{rank}.sock")
 
 
@@ -144,8 +141,7 @@ def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
 
 
 def require_room(run_dir: Path, namespace: str) -> None:
-    """Check that the paths of all sockets of an engine fit.  Raises RunDirectoryError: better
-    before the engine begins to share than rank by rank."""
+    """Check that the paths of all sockets of an engine fit.  Raises RunDirectoryError."""
     engine_socket(run_dir, namespace, epoch=0)  # the longest name
 
 
@@ -155,8 +151,7 @@ def start_command(run_dir: Path, namespace: str) -> str:
 
 
 def list_coordinators(run_dir: Path, namespace: str | None) -> list[str]:
-    """Return the namespaces in which a coordinator serves or has left its socket.  ``namespace``:
-    only this one (None: all)."""
+    """Return the namespaces with a coordinator's socket; only ``namespace`` unless None."""
     return [found.namespace for found in _find(run_dir, _TABLES_SOCKET, namespace)]
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from kvshm.errors import ConfigError
 
+from .log_lines import FilledLine
+from .roles import Limit
 from .setting_values import absolute_path
 
 PREFIX = "KVSHM_"
@@ -42,6 +44,16 @@ class Given(NamedTuple):
     """What a message about the value calls the setting, so that its reader finds it."""
     origin: str
     """The source, for ``kvshm config``."""
+
+
+class Loaded(NamedTuple):
+    """What a loader knows of settings beside their values."""
+
+    sources: Mapping[str, Given] = {}  # nobody changes it
+    """Where those that are given come from, by field."""
+    limits: tuple[Limit, ...] = ()
+    """What limits the role in addition to the settings: vLLM's configuration."""
+    mistakes: tuple[FilledLine, ...] = ()
 
 
 Source = Mapping[str, Given]

@@ -3,8 +3,7 @@
 ``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill|hang>[:<nth>]"`` in the environment, read once when
 this module is imported, makes the process stop (SIGSTOP) or die (SIGKILL) when it reaches
 the named point for the nth time (default: first), or the thread that reaches it hang for ever
-(points of the Python code only).  Unset, a sync point costs one comparison.  ``Config.from_env``
-refuses a bad value.
+(points of the Python code only).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ VARIABLE = "KVSHM_TEST_SYNC_POINT"
 
 
 class SyncPoint(IntEnum):
-    """A moment between two changes that other processes can see.  The first six are in the core
-    and have the numbers that core.h gives them."""
+    """A moment between two changes that other processes can see; the first six are numbered in
+    core.h."""
 
     PUBLISH_FILLED = 0
     """Slot filled, word not yet READY."""

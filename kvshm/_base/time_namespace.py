@@ -1,9 +1,7 @@
 """The clock of this process's time namespace, and how times of another one are converted.
 
-CLOCK_MONOTONIC differs between time namespaces: a container restored from a checkpoint has one, and
-a runtime may give it one.  Its offset from the machine's clock is the same for all processes of a
-namespace, and the kernel tells it.  Whoever writes a time that other processes compare with their
-clock therefore writes its offset beside it.
+CLOCK_MONOTONIC differs between time namespaces, for example in a container restored from a
+checkpoint.  A time that other processes compare with their clock has its offset beside it.
 """
 
 from __future__ import annotations
@@ -19,26 +17,22 @@ _MONOTONIC = ("monotonic", "1")
 
 
 def clock_offset_ns(proc: Path = PROC) -> int | None:
-    """By how many nanoseconds CLOCK_MONOTONIC of this process is ahead of the machine's; None if
-    that cannot be found out.  Blocks for microseconds.
-
-    Ask again from time to time: a process that is restored from a checkpoint goes on in a new
-    namespace, in which its own clock goes on, too.
-    """
+    """Return by how many nanoseconds CLOCK_MONOTONIC of this process is ahead of the machine's,
+    None if that cannot be found out.  A restored process may get another answer."""
     try:
-        told = (proc / "timens_offsets").read_text("ascii")
-        # What is told is that of children.  It differs only after unshare(2), until an exec.
+        offsets = (proc / "timens_offsets").read_text("ascii")
+        # The file tells that of children.  It differs only after unshare(2), until an exec.
         if os.readlink(proc / "ns/time") != os.readlink(proc / "ns/time_for_children"):
             return None
-        return _offset_in(told)
+        return _offset_in(offsets)
     except FileNotFoundError:  # the kernel has no time namespaces, or /proc is not mounted
         return 0 if proc.exists() and not os.path.lexists(proc / "ns/time") else None
     except (OSError, ValueError):
         return None
 
 
-def _offset_in(told: str) -> int | None:
-    for clock, seconds, nanoseconds in (line.split() for line in told.splitlines()):
+def _offset_in(offsets: str) -> int | None:
+    for clock, seconds, nanoseconds in (line.split() for line in offsets.splitlines()):
         if clock in _MONOTONIC:
             return int(seconds) * 1_000_000_000 + int(nanoseconds)
     return None
@@ -46,5 +40,5 @@ def _offset_in(told: str) -> int | None:
 
 def on_own_clock(time_ns: int, theirs: int | None, own: int | None) -> int | None:
     """A time that a process with the offset ``theirs`` wrote, on the clock of one with the offset
-    ``own``; None if that cannot be told."""
+    ``own``; None if that is not known."""
     return None if theirs is None or own is None else time_ns - theirs + own

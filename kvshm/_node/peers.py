@@ -376,7 +376,6 @@ class Peers:
         self._warn_once(CoreLine.PEER_LEFT_OUT, info, reason)
 
     def _warn_once(self, line: CoreLine, info: EngineInfo, reason: Exception) -> None:
-        """Log a line once for each engine."""
         if self._log_limit.allows(line, info.epoch):
             log.line(line, info.log_name, reason)
 

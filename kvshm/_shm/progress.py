@@ -2,7 +2,7 @@
 
 A process that lives and answers may still be stuck.  Each loop therefore writes when it last went
 round, and how much work waits for it, into the engine's slot table; and the offset of its clock,
-because a reader may be in another time namespace.
+because its reader may be in another time namespace.
 """
 
 from __future__ import annotations

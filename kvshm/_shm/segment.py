@@ -51,7 +51,7 @@ class SegmentName(NamedTuple):
 
 
 def _reserve(fd: int, name: str, nbytes: int) -> None:
-    """Allocate all pages now: a lack of memory is an error here instead of a SIGBUS later."""
+    """Allocate all pages now: too little memory is an error here instead of a SIGBUS later."""
     try:
         reserve(fd, nbytes)
     except OSError as exc:

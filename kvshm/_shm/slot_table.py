@@ -236,7 +236,7 @@ class PeerSlotTable(SlotTableView):
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
     def hold(self, records: bytes, seconds: float) -> int:
-        """Ask the owner to hand these blocks out last for a while, an hour (MAX_HOLD_SECONDS) at
+        """Ask the owner to hand these blocks out last for ``seconds``, MAX_HOLD_SECONDS at
         most; a hold that ends later stays.  Counted in whole seconds, rounded up.
 
         A hint, which nobody has to take back: it ends by itself, or when the block is published

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from enum import Enum
 
 import pytest
 
-from kvshm._base.roles import Role
+from kvshm._base.roles import Limit, Role
 from kvshm.config import (
     SETTINGS,
     SOCKET_NAME_BYTES,
@@ -39,6 +40,16 @@ def test_defaults() -> None:
     assert (config.transport, config.log_level) == ("auto", "INFO")
     assert (config.log_format, config.log_file) == (LogFormat.TEXT, "")
     assert (config.given, config.warnings) == (frozenset(), ())
+    assert {f.name for f in fields(Config) if f.init} == {setting.field for setting in SETTINGS}
+
+
+def test_what_a_loader_knows_stays_with_the_settings() -> None:
+    loaded = Config.from_env({"KVSHM_ROLE": "producer", "KVSHM_ODD": "1"})
+    limited = loaded.with_limits(Limit("a test", no_exports=True, no_imports=False))
+    assert (limited.given, limited.warnings) == ({"KVSHM_ROLE"}, loaded.warnings)
+    assert limited.decide_role() == ("a test", "KVSHM_ROLE=producer")
+    assert loaded.decide_role().no_exports == "", "the other one is as it was"
+    assert limited == loaded, "settings are equal whatever limits them"
 
 
 def test_every_value_is_read() -> None:
