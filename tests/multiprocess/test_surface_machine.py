@@ -296,10 +296,9 @@ class SurfaceMachine(RuleBasedStateMachine):
     @rule(side=sides, prompt=prompts, at=first)
     def a_reader_dies(self, side: int, prompt: int, at: int) -> None:
         """Nothing is reused: its leases are gone because the coordinator gives them back."""
-        reader, others = self.peer(side), self.world.peers
-        if self.seldom() and all(peer.is_there for peer in others) and self.world.coordinator:
-            _, leased = self.read_slowly(reader, prompt, at)
-            reader.kill()
+        if self.seldom() and all(p.is_there for p in self.world.peers) and self.world.coordinator:
+            _, leased = self.read_slowly(self.peer(side), prompt, at)
+            self.peer(side).kill()
             wait_until(lambda: not self.own.leased(), "the leases of the dead are given back")
             SurfaceMachine.readers_died += bool(leased)
 
