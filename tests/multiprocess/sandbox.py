@@ -6,6 +6,7 @@ starts, signals and reaps is the one within.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterable
 
@@ -40,8 +41,11 @@ def own_clock(ahead: int) -> Command:
 
 
 def skip_unless_permitted(commands: Iterable[Command]) -> None:
-    """Skip the test, with the reason, where the kernel does not permit one of these."""
+    """Skip the test, with the reason, where one of these is not there or the kernel does not permit
+    it."""
     for command in commands:
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"{command[0]} is not installed")
         tried = subprocess.run([*command, "true"], capture_output=True, text=True)
         if tried.returncode:
             pytest.skip(f"{command[0]} is not permitted here: {tried.stderr.strip()}")

@@ -16,6 +16,13 @@ from .processes import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
+PYTEST = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+"""Runs pytest as from a terminal: a shell that starts this run with ``&`` has it, and what it
+starts, ignore SIGINT."""
 NEVER_ENDS = str(Path(__file__).with_name("never_ends.py"))
 
 
@@ -38,11 +45,20 @@ def mapping(file: str) -> list[int]:
     ("told", "number", "side_by_side"),
     [
         ("run", signal.SIGTERM, False),
+        ("run", signal.SIGINT, False),
+        ("run", signal.SIGINT, True),
         ("run", signal.SIGKILL, False),
         ("run", signal.SIGKILL, True),
         ("worker", signal.SIGKILL, True),
     ],
-    ids=["terminated", "killed", "controller killed", "worker killed"],
+    ids=[
+        "terminated",
+        "interrupted",
+        "controller interrupted",
+        "killed",
+        "controller killed",
+        "worker killed",
+    ],
 )
 def test_nothing_of_it_stays(
     told: str, number: signal.Signals, side_by_side: bool, tmp_path: Path
@@ -54,7 +70,7 @@ def test_nothing_of_it_stays(
         *(("-n", "1", "--max-worker-restart=0") if side_by_side else ("-p", "no:xdist")),
     )
     run = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *arguments, NEVER_ENDS],
+        [sys.executable, "-c", PYTEST, *arguments, NEVER_ENDS],
         env={**os.environ, "SAYS_WHO_RUNS": str(said)},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.DEVNULL,

@@ -37,7 +37,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     SurfaceMachine.world = world = World()
     try:
         yield world
-        assert SurfaceMachine.readers_waited_for > 0 or request.session.testsfailed
+        met = SurfaceMachine.readers_waited_for and SurfaceMachine.readers_died
+        assert met or request.session.testsfailed
         world.end()
     finally:
         world.processes.reap()
@@ -47,7 +48,7 @@ class SurfaceMachine(RuleBasedStateMachine):
     """Numbers are taken modulo what there is, since what there is depends on other processes."""
 
     world: World
-    readers_waited_for = 0
+    readers_waited_for = readers_died = 0
 
     @initialize()
     def begin(self) -> None:
@@ -277,24 +278,38 @@ class SurfaceMachine(RuleBasedStateMachine):
     def a_reader_is_waited_for(self, side: int, prompt: int, at: int) -> None:
         """What is retracted while a peer copies it drains until the copy has ended, of which not
         one block is lost."""
-        reader, nobody_hindered = self.peer(side), not any(p.was_hindered for p in self.world.peers)
-        if not (nobody_hindered and all(peer.is_there for peer in self.world.peers)):
+        reader = self.peer(side)
+        if not all(peer.is_there and not peer.was_hindered for peer in self.world.peers):
             return
-        self.publish(prompt, 0, 6, at)
-        for peer in self.world.peers:
-            peer.do("finish")
-        found = reader.do("load", prompt=prompt, held=True, seen=self.seen_by(reader, prompt))
-        leased = self.own.leased()
+        found, leased = self.read_slowly(reader, prompt, at)
         forced, retracted = self.own.counted("forced"), list(self.own.published)
         self.node.retract(retracted, wait=False)
         assert self.own.draining() == leased & {*retracted}, "a leased block is not waited for"
         good = reader.do("finish")["good"]
-        if len(leased) == found["found"]:  # else what it found elsewhere may be gone by now
+        if len(leased) == found:  # else what it found elsewhere may be gone by now
             assert good == len(leased), "a reader has lost a block"
         self.node.drain()
         assert self.own.counted("forced") == forced
         self.own.free_blocks(retracted)
         SurfaceMachine.readers_waited_for += bool(leased)
+
+    @rule(side=sides, prompt=prompts, at=first)
+    def a_reader_dies(self, side: int, prompt: int, at: int) -> None:
+        """Nothing is reused: its leases are gone because the coordinator gives them back."""
+        if self.seldom() and all(p.is_there for p in self.world.peers) and self.world.coordinator:
+            _, leased = self.read_slowly(self.peer(side), prompt, at)
+            self.peer(side).kill()
+            wait_until(lambda: not self.own.leased(), "the leases of the dead are given back")
+            SurfaceMachine.readers_died += bool(leased)
+
+    def read_slowly(self, reader: Peer, prompt: int, at: int) -> tuple[int, set[int]]:
+        """Have a peer begin to copy a prompt that this node has, too.  Returns how many blocks it
+        has found, and which ones it has leased here."""
+        self.publish(prompt, 0, 6, at)
+        for peer in self.world.peers:
+            peer.do("finish")
+        found = reader.do("load", prompt=prompt, held=True, seen=self.seen_by(reader, prompt))
+        return found["found"], self.own.leased()
 
     def seen_by(self, peer: Peer, prompt: int) -> int:
         """How many of the prompt's blocks the peer has to find on this node, sooner or later."""

@@ -47,6 +47,7 @@ def before(directory: Path, environment: dict[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(directory), environment["PYTHONPATH"]])}
 
 
+@pytest.mark.nightly  # test_incompatible.py starts one; test_admission.py decides
 def test_engines_of_a_later_version_share_if_it_does_the_same(model: Path, tmp_path: Path) -> None:
     later = with_version(tmp_path, VERSION)
     with SharedNode() as node:
@@ -64,6 +65,7 @@ def test_engines_of_a_later_version_share_if_it_does_the_same(model: Path, tmp_p
         seen.assert_imported(sum(map(shareable, sent)))
 
 
+@pytest.mark.nightly  # what follows makes the connector of such a vLLM, without an engine
 def test_an_engine_of_one_that_does_not_serves_unshared(model: Path, tmp_path: Path) -> None:
     """Also if its user names kvshm's connector, which imports what has been renamed here."""
     changed = linked_vllm(tmp_path / "changed")

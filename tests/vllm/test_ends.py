@@ -1,6 +1,8 @@
 """An engine ends when it is told to, whatever it is doing; ``ends.py`` makes the whole table.
 
 That it ends at all is what is asserted: how soon, beside plain vLLM, is in docs/reliability.md.
+Nightly: that an engine comes to leave is shown by test_shutdown.py, and by a server in
+test_lifecycle.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from local_node import Engine
 from .ends import Row, end
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROWS = (
     Row(True, 1, "importing", "group", "SIGINT"),
