@@ -38,14 +38,11 @@ class Filters:
     """What to show.  The default is all engines and their leased blocks."""
 
     engine: str | None = None
-    """Name, pid or epoch (hexadecimal) of an engine."""
     block_hash: str = ""
     """Beginning of block hashes, in lower-case hexadecimal digits: list the matching blocks, leased
     or not."""
     leased: bool = False
-    """Show only leased blocks."""
     entries: bool = False
-    """List every block in use and every replica entry."""
 
     @property
     def replica_entries(self) -> bool:

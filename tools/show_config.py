@@ -66,16 +66,16 @@ def _as_json(
     settings: list[tuple[str, str | None, str]], warnings: tuple[str, ...]
 ) -> dict[str, Any]:
     """The values are texts, as variables have them; null: unset."""
-    told = {name: {"value": value, "origin": origin} for name, value, origin in settings}
-    return {"settings": told, "warnings": list(warnings)}
+    values = {name: {"value": value, "origin": origin} for name, value, origin in settings}
+    return {"settings": values, "warnings": list(warnings)}
 
 
 def _parse(text: str) -> Mapping[str, Any]:
     """Return what the option of vLLM says.  Raises ConfigError if it is no JSON object."""
     try:
-        said = json.loads(text)
+        options = json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{_TRANSFER}={text!r} is not JSON: {exc}; correct it") from exc
-    if not isinstance(said, dict):
+    if not isinstance(options, dict):
         raise ConfigError(f"{_TRANSFER}={text!r} is not a JSON object; correct it")
-    return said
+    return options

@@ -51,7 +51,6 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._read, self._reading = read, threading.Lock()
         self._client_seconds, self._max_clients = client_seconds, max_clients
         self._began: dict[socket.socket, float] = {}
-        """When the connections of clients were accepted."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self.address_family, address = found[0][0], found[0][4][:2]
         super().__init__((str(address[0]), port), _Handler)

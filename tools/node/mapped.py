@@ -40,7 +40,6 @@ class Problem:
     silent: bool = False
     """Whether the engine did not answer.  Otherwise its answer cannot be used."""
     shown: str = ""
-    """What is shown of a silent engine."""
 
     @property
     def text(self) -> str:
@@ -62,9 +61,7 @@ class MappedEngine:
         self.table: SlotTableView | None = None
         self.replica: ReplicaReader | None = None
         self.problems: dict[str, Problem] = {}
-        """By kind of segment."""
         self.answers = False
-        """Whether the engine itself has handed out its table."""
         self.gone_since: float | None = None
         """When its socket, or its process, was first seen to be gone."""
         self.pid_here: int | None = None

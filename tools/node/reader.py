@@ -40,11 +40,9 @@ from .reading import (
 from .whereabouts import pids_of
 
 ENDED_SECONDS = 60.0
-"""For how long an engine is still shown after its end."""
 FRESH_SECONDS = 5.0
 """How long ago a coordinator may have gone round that need not be asked whether it answers."""
 ASK_SECONDS = 0.5
-"""How long it may take to answer."""
 PLACE_BYTES = 16
 _AT_ONCE = 32
 
@@ -227,11 +225,11 @@ class NodeReader:
     def _ask_coordinator(
         self, space: str, engines: Sequence[EngineReading]
     ) -> tuple[bool, set[Epoch]]:
-        """Whether the coordinator answers, and who is in its roster.  It is asked only about
+        """Whether the coordinator answers, and the engines in its roster.  It is asked only about
         engines in whose tables it has not shown itself lately; about nobody if there are none."""
         now, handouts = self._clock(), Handouts(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
-        seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not told
+        seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not known
         fresh = {e.epoch for e in seen if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}
         wanted = [e.epoch for e in living if e.epoch not in fresh]
         answers, joined = bool(fresh), set(fresh)
@@ -301,7 +299,7 @@ def _latest(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
 def _labels(engines: Sequence[EngineReading], before: Mapping[Epoch, str]) -> dict[Epoch, str]:
     """Names, with the epoch where several engines have one, as in containers.  ``before``: the
     labels of the last look.  A living engine keeps its label, which its time series have; one that
-    begins where another of its name has ended takes over that one's."""
+    starts where another of its name has ended takes over that one's."""
     labels: dict[Epoch, str] = {}
     alike = Counter((engine.is_readable, engine.name) for engine in engines)
     for engine in sorted(engines, key=lambda e: (not e.is_readable, e.epoch not in before)):
