@@ -58,9 +58,9 @@ from kvshm._node.protocol import (
     encode,
 )
 from kvshm._replica.index import Replica
-from kvshm._shm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
 from kvshm._shm.layout import RECORD_BYTES, BlockRecord, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm._shm.statistics import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
 from kvshm.config import Config
 from kvshm.interfaces import MemoryDescriptor
 

@@ -17,8 +17,8 @@ from gpu_vllm_tally import FEWEST_ROUNDS, judged
 from local_node import wait_until
 from sharing_node import observe
 
-from kvshm._shm.counters import LEASES_TAKEN
 from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.statistics import LEASES_TAKEN
 
 ATTEMPTS = 60
 """Prompts with which an import is tried to be caught under way."""

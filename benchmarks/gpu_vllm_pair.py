@@ -26,7 +26,7 @@ from measurement import percentiles, report
 from sharing_node import SharingNode
 from tiny_model import write_model, write_tokenizer
 
-from kvshm._shm.histograms import HOOKS
+from kvshm._shm.statistics import HOOKS
 
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 """Tokens of one of vLLM's KV blocks."""

@@ -1,7 +1,8 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py and their
-sources, the fields of kvshm/_base/fingerprint.py, the names of kvshm/api.py (docs/api_page.py),
-the metrics of tools/metrics/definitions.py, the facts of docs/vllm-facts.toml, and the numbers of
-kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
+sources, the fields of kvshm/_base/fingerprint.py, the log lines of engines, the names of
+kvshm/api.py (docs/api_page.py), the metrics of tools/metrics/definitions.py, the facts of
+docs/vllm-facts.toml, and the numbers of kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h,
+which states those numbers for C.
 
     make docs
 
@@ -15,28 +16,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from logging import DEBUG, ERROR, INFO, WARNING
 from pathlib import Path
 
 import api_page
 import vllm_facts
 
 from kvshm._base import syncpoints, timing
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.fingerprint import FIELDS
+from kvshm._base.log_lines import LogLine
 from kvshm._base.setting_sources import FILE_VARIABLE, ORDER
 from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
+from kvshm.hooks.log_lines import HookLine
 from kvshm.tools.metrics.definitions import GROUPS, LEFT_OUT, Metric
+from kvshm.transport.log_lines import TransportLine
 
 API = Path(__file__).with_name("api.md")
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 LAYOUT = Path(__file__).with_name("layout.md")
 METRICS = Path(__file__).with_name("metrics.md")
+OPERATIONS = Path(__file__).with_name("operations.md")
 VLLM_FACTS = Path(__file__).with_name("vllm-facts.md")
 HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
 FACT_HEAD = ("fact", "why the public interface does not do", "test", "relied on by")
 METRIC_HEAD = ("metric", "type", "labels", "tells")
+ENGINE_LINES: tuple[type[LogLine], ...] = (CoreLine, HookLine, TransportLine)
+"""What a process of an engine logs."""
+LINE_HEAD = ("line", "do")
+SEVERITIES = {"Errors": ERROR, "Warnings": WARNING, "Information": INFO, "Debug": DEBUG}
 HEAD = ("setting", "accepts", "default", "what it does")
 FILE = (
     f"`{FILE_VARIABLE}`",
@@ -90,6 +101,16 @@ def metrics(page: str) -> str:
     left_out = _table([(f"`{label}`", why) for label, why in LEFT_OUT.items()], ("counter", "see"))
     page = replaced(page, "metrics", "".join(parts))
     return replaced(page, "left out", left_out)
+
+
+def operations(page: str) -> str:
+    """Return the page with the log lines that the code has, those of engines by severity."""
+    lines = [line for lists in ENGINE_LINES for line in lists]
+    parts = (
+        f"### {title}\n\n{_table((_line(one) for one in lines if one.level == level), LINE_HEAD)}\n"
+        for title, level in SEVERITIES.items()
+    )
+    return replaced(page, "log lines of engines", "".join(parts))
 
 
 def facts(page: str) -> str:
@@ -151,6 +172,15 @@ def _metric(metric: Metric) -> tuple[str, ...]:
     return f"`{metric.name}`", str(metric.kind), labels, metric.help
 
 
+def _line(line: LogLine) -> tuple[str, str]:
+    return f"`{shown(line.text)}`", line.remedy
+
+
+def shown(text: str) -> str:
+    """Return the text of a log line with … for what varies."""
+    return re.sub(r"%[0-9.]*[a-z]", "…", text)
+
+
 def _table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
     lines = [" | ".join(cells) for cells in (head, *rows)]
     lines = [f"| {line} |" for line in lines]
@@ -164,4 +194,5 @@ if __name__ == "__main__":
     API.write_text(api(API.read_text("utf-8")), "utf-8")
     FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")
     METRICS.write_text(metrics(METRICS.read_text("utf-8")), "utf-8")
+    OPERATIONS.write_text(operations(OPERATIONS.read_text("utf-8")), "utf-8")
     VLLM_FACTS.write_text(facts(VLLM_FACTS.read_text("utf-8")), "utf-8")

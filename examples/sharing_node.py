@@ -18,9 +18,9 @@ from kvshm._base.ids import Epoch
 from kvshm._base.rundir import FoundFile, list_sockets
 from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
-from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.layout import RowState, SlotState
 from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.statistics import PUBLISHED
 from kvshm.errors import SegmentError
 
 Place = tuple[int, int]

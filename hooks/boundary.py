@@ -7,15 +7,19 @@ per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.declined import declined_now, record_declined
-from kvshm._base.log import logger
+from kvshm._base.log import LogLimit, logger
 from kvshm._base.log_output import start_log as start_log  # for hooks that use kvshm.api only
 from kvshm.config import Config, Share
 from kvshm.errors import MemoryInUse
+
+from .log_lines import HookLine
 
 log = logger(__name__)
 
@@ -32,15 +36,14 @@ class Bounded(Protocol):
         here on, so all of them must be withdrawn."""
 
 
-_logged: set[tuple[str, str]] = set()
+_log_limit = LogLimit(math.inf)
+"""A hook is called in every step: each way in which it fails is logged once."""
 
 
-def _is_first(hook: str, failure: str) -> bool:
-    """Whether this hook fails in this way for the first time: each way is logged once, because a
-    hook is called in every step."""
-    known = (hook, failure) in _logged
-    _logged.add((hook, failure))
-    return not known
+def _log_once(line: HookLine, hook: str) -> None:
+    """Log that a hook has failed, with the traceback."""
+    if _log_limit.allows(line, hook):
+        log.line(line, hook, exc_info=True)
 
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
@@ -62,8 +65,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
                 except MemoryInUse:
                     raise
                 except Exception:  # perhaps the same error again
-                    if _is_first(hook.__name__, "twice"):
-                        log.exception("%s failed, and so did what takes its place", hook.__name__)
+                    _log_once(HookLine.FALLBACK_FAILED, hook.__name__)
                     return None
 
         return cast(F, call)
@@ -102,7 +104,7 @@ def timed(hook_name: str) -> Callable[[F], F]:
 
 def decline(reason: str, engine: str, config: Config, model: str = "") -> None:
     """Say why an engine shares nothing, in the log and for tools; it serves on."""
-    log.warning("not sharing the prefix cache: %s", reason)
+    log.line(CoreLine.NOT_SHARING, reason)
     record(reason, engine, config, model)
 
 
@@ -114,10 +116,8 @@ def record(reason: str, engine: str, config: Config, model: str = "") -> None:
 
 def report(owner: Bounded, hook: str, exc: Exception) -> None:
     """Log the first failure of a hook with its traceback and make ``owner`` safe."""
-    if _is_first(hook, "failed"):
-        log.exception("%s failed; kvshm is off for this engine, which serves on", hook)
+    _log_once(HookLine.HOOK_FAILED, hook)
     try:
         owner.hook_failed(hook, exc)
     except Exception:  # any: this is called where an exception is handled
-        if _is_first(hook, "unsafe"):
-            log.exception("%s failed, and kvshm could not make its state safe", hook)
+        _log_once(HookLine.UNSAFE, hook)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ._base import setting_sources, syncpoints, timing
 from ._base import setting_values as values
 from ._base.likely_mistakes import plugin_left_out, unknown_names
+from ._base.log_lines import FilledLine
 from ._base.roles import Decision, Limit, Role, decide_role
 from ._base.rundir import SOCKET_PATH_BYTES, choose_run_directory
 from ._base.setting_sources import FILE_VARIABLE, PREFIX, Given, Source
@@ -225,8 +226,8 @@ class Config:
     """Internal: where the given ones come from, by field."""
     limits: tuple[Limit, ...] = ()
     """Internal: what limits the role in addition to the settings, vLLM's configuration."""
-    warnings: tuple[str, ...] = ()
-    """Likely mistakes that do not stop the start; to be logged once."""
+    mistakes: tuple[FilledLine, ...] = ()
+    """Internal: likely mistakes that do not stop the start; to be logged once."""
 
     def __post_init__(self) -> None:
         for setting in SETTINGS:
@@ -263,7 +264,7 @@ class Config:
         )
         names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
         left_out = plugin_left_out(environ) if config.enable else ()
-        return replace(config, warnings=(*unknown_names(environ, names), *left_out))
+        return replace(config, mistakes=(*unknown_names(environ, names), *left_out))
 
     @classmethod
     def of_place(
@@ -309,6 +310,11 @@ class Config:
             ),
         )
         return decide_role((*settings, *self.limits, *found))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The texts about likely mistakes."""
+        return tuple(map(str, self.mistakes))
 
     @property
     def imports(self) -> bool:

@@ -32,11 +32,16 @@ from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank
 from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
-from kvshm._shm.counters import (
+from kvshm._shm.error_log import ErrorCode
+from kvshm._shm.statistics import (
     BAD_OPTIONS,
     HOOK_ERRORS,
+    IMPORT_TIMES_TEXT,
+    IMPORTED_BLOCKS,
+    IMPORTED_TOKENS,
     KEPT,
     LOADS_AT_ONCE,
+    LOADS_FAILED,
     LOADS_LOST,
     MISS_FAILED,
     MISS_NO_ROOM,
@@ -47,6 +52,7 @@ from kvshm._shm.counters import (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_LOCAL,
     PROMPT_TOKENS_PEER,
+    PROMPT_TOKENS_TEXT,
     STILL_MAPPED,
     WEIGHTS_WRITTEN,
     Counter,
@@ -55,8 +61,12 @@ from kvshm._shm.counters import (
 __all__ = [
     "BAD_OPTIONS",
     "HOOK_ERRORS",
+    "IMPORTED_BLOCKS",
+    "IMPORTED_TOKENS",
+    "IMPORT_TIMES_TEXT",
     "KEPT",
     "LOADS_AT_ONCE",
+    "LOADS_FAILED",
     "LOADS_LOST",
     "MISS_FAILED",
     "MISS_NOT_IMPORTING",
@@ -69,6 +79,7 @@ __all__ = [
     "PROMPT_TOKENS_COMPUTED",
     "PROMPT_TOKENS_LOCAL",
     "PROMPT_TOKENS_PEER",
+    "PROMPT_TOKENS_TEXT",
     "STILL_MAPPED",
     "WEIGHTS_WRITTEN",
     "BlockId",
@@ -76,6 +87,7 @@ __all__ = [
     "Counter",
     "EngineSpec",
     "Epoch",
+    "ErrorCode",
     "Group",
     "Groups",
     "LoadFailure",

@@ -152,7 +152,7 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
         "blocks": [],
         "chains": [],
         "counters": {label: n for label, n in header.counters.items() if n},
-        "errors": [error._asdict() for error in table.errors()],
+        "errors": [e._asdict() | {"about": [*e.about]} for e in table.errors()],
         "problems": table.check_integrity(),
     }
 

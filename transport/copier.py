@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvshm import _native
 from kvshm._base.ids import BlockId
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 
 from .jobs import JobThread
+from .log_lines import TransportLine
 
 _log = logger(__name__)
-_log_limit = RateLimit(time.monotonic)
+_log_limit = LogLimit()
 
 PART_BYTES = 4 << 20
 """Bytes copied between two calls of ``keep_going``: about a millisecond."""
@@ -70,8 +70,8 @@ class BlockCopy:
         try:
             done = self._copy(plan, keep_going)
         except Exception:  # any: the importer waits for the copy's end
-            if _log_limit.allows("copy"):
-                _log.exception("copy of %d blocks failed", len(plan.source_blocks))
+            if _log_limit.allows(TransportLine.COPY_FAILED):
+                _log.line(TransportLine.COPY_FAILED, len(plan.source_blocks), exc_info=True)
             done = False
         self._state = CopyState.DONE if done else CopyState.FAILED
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm._base.resources import start_thread
 from kvshm.errors import TransportError
+
+from .log_lines import TransportLine
 
 _log = logger(__name__)
 
@@ -24,7 +25,7 @@ class JobThread:
         """``enter``: the first thing that the thread does."""
         self._name = name
         self._enter = enter
-        self._log_limit = RateLimit(time.monotonic)
+        self._log_limit = LogLimit()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -71,5 +72,5 @@ class JobThread:
         try:
             job()
         except Exception:  # any: the next jobs must still run
-            if self._log_limit.allows("job"):
-                _log.exception("a job of thread %s failed", self._name)
+            if self._log_limit.allows(TransportLine.JOB_FAILED):
+                _log.line(TransportLine.JOB_FAILED, self._name, exc_info=True)

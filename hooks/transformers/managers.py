@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from kvshm.api import Config, ConfigError, Identity, KvshmError, Node, allocate, join
 
 from ..boundary import decline, guarded, log, start_log
+from ..log_lines import HookLine
 from .identity import identity_of
 from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
@@ -85,11 +86,7 @@ def share(
 @cache
 def _note_untested(version: str) -> None:
     """Say so, once."""
-    log.warning(
-        "sharing on transformers %s, which is not tested with this kvshm; tested is %s",
-        version,
-        tested(),
-    )
+    log.line(HookLine.UNTESTED_TRANSFORMERS, version, tested())
 
 
 def share_all(

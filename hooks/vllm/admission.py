@@ -8,7 +8,6 @@ if all of them are known, whatever its vLLM calls itself.  Pure but for ``admit`
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,9 @@ from sysconfig import get_config_var
 from typing import Any, NamedTuple
 
 from kvshm._base.log import logger
+from kvshm._base.log_lines import FilledLine
 
+from ..log_lines import HookLine
 from .source_digests import Source, bytes_digest
 
 log = logger(__name__)
@@ -56,18 +57,12 @@ class Examined(NamedTuple):
     """Files of which there is no source: compiled or zipped."""
 
 
-class Notice(NamedTuple):
-    """What an engine that shares logs once."""
-
-    level: int
-    text: str
-
-
 class Admission(NamedTuple):
     """Whether an engine shares on its vLLM: if not, why."""
 
     refusal: str | None = None
-    notice: Notice | None = None
+    notice: FilledLine | None = None
+    """What an engine that shares logs once."""
 
 
 def admit(allowed: bool) -> Admission:
@@ -84,7 +79,7 @@ def admit(allowed: bool) -> Admission:
         found = _examined(str(vllm.__file__), tested_as(version, tested))
         return decide(version, found, tested, allowed)
     except Exception as exc:  # any: whatever vLLM's files hold, the engine serves unshared
-        log.warning("vLLM's source cannot be compared", exc_info=exc)
+        log.line(HookLine.SOURCE_UNREADABLE, exc_info=exc)
         return Admission(f"this vLLM cannot be compared: {type(exc).__name__}: {exc}")
 
 
@@ -209,22 +204,10 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
     if found.unreadable and not (_is_release(version) and version[:2] in minors(tested)):
         return _if_allowed(_unknown_without_source(version, found.unreadable, tested), allowed)
     if found.unreadable:
-        return Admission(
-            notice=Notice(
-                logging.INFO,
-                f"this vLLM has no source of {_some(found.unreadable)} to compare with the tested "
-                f"one: kvshm goes by its version {dotted(version)}",
-            )
-        )
+        return Admission(notice=HookLine.NO_SOURCE.fill(_some(found.unreadable), dotted(version)))
     if own is not None:
         return Admission()
-    return Admission(
-        notice=Notice(
-            logging.INFO,
-            f"vLLM {dotted(version)} is not among the tested {_and(tested)}, but all that kvshm "
-            "relies on is there as in these",
-        )
-    )
+    return Admission(notice=HookLine.TESTED_LIKE.fill(dotted(version), _and(tested)))
 
 
 def tested_as(version: Version, tested: Sequence[str]) -> str | None:
@@ -239,12 +222,7 @@ def _is_release(version: Version) -> bool:
 
 def _if_allowed(what: str, allowed: bool, remedy: str = "upgrade kvshm") -> Admission:
     if allowed:
-        return Admission(
-            notice=Notice(
-                logging.WARNING,
-                f"sharing all the same (KVSHM_UNTESTED=1), and answers may be wrong: {what}",
-            )
-        )
+        return Admission(notice=HookLine.UNTESTED.fill(what))
     return Admission(
         f"{what}; {remedy}, or KVSHM_UNTESTED=1 shares all the same, and answers may be wrong"
     )

@@ -80,9 +80,9 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         prepare_shutdown(config)
         start_log(config.log_level, config.log_format, config.log_file)
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
-            log.info("%s", overridden)  # only the scheduler reads the policy
-        for warning in () if config.enable else config.warnings:  # else the plugin has logged it
-            log.log(level, "%s", warning)
+            log.filled(overridden)  # only the scheduler reads the policy
+        for warning in () if config.enable else config.mistakes:  # else the plugin has logged it
+            log.filled(warning, level)
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -97,7 +97,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
             decline_engine(refusal, config, vllm_config, is_scheduler=scheduler)
             return
         if notice := admission.notice:
-            log.log(min(level, notice.level), "%s", notice.text)
+            log.filled(notice, min(level, notice.line.level))
         try:
             run_dir = open_run_directory(config.run_dir, os.environ)
             require_room(run_dir, config.namespace)

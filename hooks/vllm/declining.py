@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
-from kvshm._base.log import logger
+from kvshm._base.log import LogLimit, logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 
 from ..boundary import decline, record
+from ..log_lines import HookLine
 
 log = logger(__name__)
 
-_logged: set[str] = set()
+_log_limit = LogLimit(math.inf)
 
 
 def decline_engine(reason: str, config: Config, vllm_config: Any, *, is_scheduler: bool) -> None:
@@ -21,7 +23,7 @@ def decline_engine(reason: str, config: Config, vllm_config: Any, *, is_schedule
     if is_scheduler:
         decline(reason, _name(), config, _model(vllm_config))
     else:
-        log.debug("not sharing the prefix cache: %s", reason)
+        log.line(HookLine.WORKER_NOT_SHARING, reason)
 
 
 def record_engine(reason: str, config: Config, vllm_config: Any) -> None:
@@ -43,9 +45,8 @@ def unexpected(exc: Exception) -> str:
     """Return the reason that an error is which vLLM's objects have brought about, and log the error
     with its traceback, once."""
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
-    if reason not in _logged:
-        _logged.add(reason)
-        log.warning("vLLM has changed in what kvshm needs", exc_info=exc)
+    if _log_limit.allows(HookLine.VLLM_CHANGED, reason):
+        log.line(HookLine.VLLM_CHANGED, exc_info=exc)
     return reason
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvshm.config import Config
-from kvshm.halves import HOOK_ERRORS, SchedulerHalf
+from kvshm.halves import HOOK_ERRORS, ErrorCode, SchedulerHalf
 
 from .descriptions import RankDescriptions
 from .identity.fields import with_none_hash
@@ -80,7 +80,7 @@ class Epochs:
         """A hook failed, so nothing guards the published blocks any more: withdraw them, and share
         nothing until the engine is started again."""
         self._cache.count(HOOK_ERRORS)
-        self._cache.log_error(error)
+        self._cache.log_error(error, ErrorCode.HOOK_FAILED)
         self.off, self.descriptions.wanted = True, False
         self._end()
         self._cache.record_declined(f"kvshm is off until the engine is restarted: {error}")

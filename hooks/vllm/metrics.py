@@ -22,25 +22,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvshm.halves import LoadResult
+from kvshm.halves import (
+    IMPORT_TIMES_TEXT,
+    IMPORTED_BLOCKS,
+    IMPORTED_TOKENS,
+    LOADS_FAILED,
+    PROMPT_TOKENS_TEXT,
+    LoadResult,
+)
 
 from .imports.prompt_tokens import Sources
 
 METRICS = {
-    "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",
-    "imported_blocks": "KV cache blocks that imports have filled.",
+    "imported_tokens": IMPORTED_TOKENS.meaning,
+    "imported_blocks": IMPORTED_BLOCKS.meaning,
     "imported_bytes": "Bytes of these blocks, summed over ranks.",
     "loads": "Imports that have ended, successful or not.",
-    "failed_loads": "Imports that lost at least one block, which was then computed.",
+    "failed_loads": LOADS_FAILED.meaning,
 }
 """The counters without labels of their own; vLLM shows each as ``vllm:kvshm_<name>_total``."""
 PROMPTS, TIMES = "prompt_tokens", "import_seconds"
 SOURCES = ("local", "peer", "computed")
-PROMPTS_TEXT = (
-    "Prompt tokens by source, when their request was first scheduled: from the engine's own cache "
-    "(local), from other engines (peer), or computed."
-)
-TIMES_TEXT = "Time of imports on their slowest rank, by the slowest path of their copies."
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 Data: TypeAlias = dict[str, Any]
@@ -126,7 +128,7 @@ class LoadMetrics(KVConnectorPromMetrics):
             for name, text in METRICS.items()
         }
         prompts = self._counter_cls(
-            f"vllm:kvshm_{PROMPTS}", PROMPTS_TEXT, labelnames=[*labelnames, "source"]
+            f"vllm:kvshm_{PROMPTS}", PROMPT_TOKENS_TEXT, labelnames=[*labelnames, "source"]
         )
         self._prompts = {
             (engine, source): prompts.labels(*values, source)
@@ -134,7 +136,10 @@ class LoadMetrics(KVConnectorPromMetrics):
             for source in SOURCES
         }
         self._times = self._histogram_cls(
-            f"vllm:kvshm_{TIMES}", TIMES_TEXT, buckets=BUCKETS, labelnames=[*labelnames, "path"]
+            f"vllm:kvshm_{TIMES}",
+            IMPORT_TIMES_TEXT,
+            buckets=BUCKETS,
+            labelnames=[*labelnames, "path"],
         )
 
     def observe(self, transfer_stats_data: Data, engine_idx: int = 0) -> None:

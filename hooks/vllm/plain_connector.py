@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.log import logger
 from kvshm.errors import ConfigError
 
@@ -70,4 +71,4 @@ def _decline(error: Exception, vllm_config: Any) -> None:
         reason = admit(config.untested).refusal or touchpoint_refusal() or reason
         decline_engine(reason, config, vllm_config, is_scheduler=True)
     except Exception:  # any: whatever this vLLM has changed, the engine serves
-        log.warning("not sharing the prefix cache: %s", reason)
+        log.line(CoreLine.NOT_SHARING, reason)

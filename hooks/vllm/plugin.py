@@ -9,13 +9,16 @@ configuration that names one gets it too.  vLLM's own way, ``--kv-transfer-confi
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
-from kvshm._base.log import logger
+from kvshm._base.core_lines import CoreLine
+from kvshm._base.log import LogLimit, logger
+from kvshm._base.log_lines import FilledLine
 
+from ..log_lines import HookLine
 from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ TOUCHPOINT = "_post_init_kv_transfer_config"
 _STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
 """Names of processes that get a configuration which was made before they were started."""
 
-_logged: set[str] = set()
+_log_limit = LogLimit(math.inf)
 
 
 def activate() -> None:
@@ -127,8 +130,8 @@ def _configure(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config is not None:  # else of no engine, see below
         # vLLM has configured its log since ``activate``.
         start_log(config.log_level, config.log_format, config.log_file)
-        for warning in config.warnings:
-            _log_once(warning, logging.WARNING)
+        for warning in config.mistakes:
+            _log_once(warning)
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
             _log_once(overridden)
@@ -144,10 +147,7 @@ def _configure(vllm_config: VllmConfig) -> None:
     made = _with_connector(transfer, config) if other is None else _combined(other)
     _prepare_shutdown(config)
     vllm_config.kv_transfer_config = made
-    _log_once(
-        "connector installed: the engine shares its prefix cache if its role and its KV cache "
-        "allow it"
-    )
+    _log_once(HookLine.INSTALLED.fill())
 
 
 def _prepare_shutdown(config: Config) -> None:
@@ -217,25 +217,24 @@ def _combined(other: KVTransferConfig) -> KVTransferConfig:
     from .multi_connector import combined_config
 
     own = own_settings(other.kv_connector, other.kv_connector_extra_config)
-    _log_once(
-        f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
-    )
+    _log_once(HookLine.BESIDE.fill(other.kv_connector))
     return combined_config(other, OUR_CONNECTOR | {"kv_connector_extra_config": dict(own)})
 
 
 def _decline(reason: str, config: Config | None = None, vllm_config: Any = None) -> None:
     """Say it, and leave it for tools if the settings are known: once, in the process that starts
     the others."""
-    _log_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
+    _log_once(CoreLine.NOT_SHARING.fill(reason))
     if config is not None and not current_process().name.startswith(_STARTED_BY_VLLM):
         from .declining import record_engine
 
         record_engine(reason, config, vllm_config)
 
 
-def _log_once(text: str, level: int = logging.INFO) -> None:
+def _log_once(line: FilledLine) -> None:
     """Log a line once per engine: vLLM builds its configuration several times, and first in the
     process that starts the others."""
-    if text not in _logged and not current_process().name.startswith(_STARTED_BY_VLLM):
-        _logged.add(text)
-        log.log(level, text)
+    if current_process().name.startswith(_STARTED_BY_VLLM):
+        return
+    if _log_limit.allows(line):
+        log.filled(line)

@@ -6,6 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvshm._base.extra_config import CONNECTOR as CONNECTOR
+from kvshm._base.log_lines import FilledLine
+
+from ..log_lines import HookLine
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -24,7 +27,7 @@ def register() -> None:
         return
 
 
-def ensure_recompute(transfer: KVTransferConfig) -> str | None:
+def ensure_recompute(transfer: KVTransferConfig) -> FilledLine | None:
     """Make vLLM recompute failed loads instead of failing their request; returns what to log if
     this changed the policy.
 
@@ -36,7 +39,4 @@ def ensure_recompute(transfer: KVTransferConfig) -> str | None:
     if given == "recompute":
         return None
     transfer.kv_load_failure_policy = "recompute"
-    return (
-        f"kv_load_failure_policy={given} overridden with recompute: a block that is lost to "
-        "reuse is a miss, no error"
-    )
+    return HookLine.RECOMPUTE.fill(given)

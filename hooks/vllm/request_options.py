@@ -13,10 +13,11 @@ from itertools import islice
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm.config import Share
 from kvshm.halves import BAD_OPTIONS, SchedulerHalf
 
+from ..log_lines import HookLine
 from .vllm_scheduler import VllmScheduler
 
 log = logger(__name__)
@@ -135,7 +136,7 @@ class OptionChecks:
 
     def __init__(self, cache: SchedulerHalf, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
-        self._log_limit = RateLimit(clock)
+        self._log_limit = LogLimit(clock=clock)
 
     def check(self, request: Any) -> None:
         """A request has arrived.  Of a session only what vLLM keeps: ``step_built`` looks at each
@@ -172,8 +173,8 @@ class OptionChecks:
         if mistake is None:
             return
         self._cache.count(BAD_OPTIONS)
-        if self._log_limit.allows("request not shared"):
-            log.warning("request not shared: %s", explain(mistake))
+        if self._log_limit.allows(HookLine.BAD_OPTION):
+            log.line(HookLine.BAD_OPTION, explain(mistake))
 
 
 def explain(mistake: Mistake) -> str:

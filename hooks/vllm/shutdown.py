@@ -28,6 +28,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
 from kvshm._base.log import logger
 from kvshm._base.resources import start_thread
@@ -35,6 +36,8 @@ from kvshm._base.rundir import choose_run_directory, open_run_directory
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 from kvshm.halves import clear
+
+from ..log_lines import HookLine
 
 log = logger(__name__)
 
@@ -131,7 +134,7 @@ def _let_cores_leave() -> None:
                 let_leave(self.processes)
             _cores.extend(self.processes)
         except Exception:  # any: vLLM must still end its EngineCores
-            log.debug("the peers may take the end of an engine for a crash", exc_info=True)
+            log.line(HookLine.PEERS_MAY_REPORT_CRASH, exc_info=True)
         original(self, timeout)
 
     setattr(CoreEngineProcManager, TOUCHPOINT, shutdown)
@@ -180,7 +183,7 @@ def clean_up() -> None:
                 run_dir = open_run_directory(given, os.environ)
                 clear(run_dir, namespace, patience=1.0)
         except (KvshmError, OSError) as exc:
-            log.debug("nothing cleaned up: %s", exc)
+            log.line(CoreLine.NOT_CLEANED, exc)
 
 
 # -- in the EngineCore
@@ -201,7 +204,7 @@ def on_shutdown_signal(leave: Callable[[], None]) -> None:
     try:
         _watch_signals(leave)
     except (KvshmError, OSError) as exc:
-        log.warning("the peers will take the end of this engine for a crash: %s", exc)
+        log.line(HookLine.SIGNAL_NOT_WATCHED, exc)
 
 
 def _watch_signals(leave: Callable[[], None]) -> None:
@@ -235,7 +238,7 @@ def _call_thread(name: str) -> None:
     try:
         Path("/proc/thread-self/comm").write_text(name)
     except OSError as exc:
-        log.debug("the server cannot see whether this engine has left: %s", exc)
+        log.line(HookLine.LEAVING_NOT_SEEN, exc)
 
 
 class _Wakeup:

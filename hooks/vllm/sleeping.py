@@ -24,6 +24,7 @@ from kvshm.errors import MemoryInUse
 from kvshm.halves import RankHalf
 
 from ..boundary import guarded
+from ..log_lines import HookLine
 
 if TYPE_CHECKING:
     from .worker_side import WorkerSide
@@ -40,13 +41,7 @@ def release_memory(cache: RankHalf, rank: Rank) -> int:
     how many mappings peers still have."""
     begun = time.monotonic()
     if left := cache.release_memory(UNMAP_SECONDS):
-        log.warning(
-            "rank %d goes to sleep, and after %.0f s other engines still map its KV cache "
-            "(%d mappings): its memory is given back when they have unmapped it or ended",
-            rank,
-            time.monotonic() - begun,
-            left,
-        )
+        log.line(HookLine.STILL_MAPPED, rank, time.monotonic() - begun, left)
     return left
 
 

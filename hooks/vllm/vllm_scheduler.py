@@ -8,16 +8,16 @@ imports might fill them while such a step still writes.  And a load under way ho
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm import envs
 from vllm.config import KVTransferConfig
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm._base.roles import Decision, Limit
 
+from ..log_lines import HookLine
 from .call_stack import callers_with
 
 log = logger(__name__)
@@ -38,11 +38,11 @@ def log_role(role: Decision, by_settings: bool) -> None:
     """Log the role and its cause: a warning unless kvshm's own settings are the cause."""
     level = logging.INFO if by_settings else logging.WARNING
     if role.no_imports:
-        log.log(level, "exporting only: %s", role.no_imports)
+        log.line(HookLine.EXPORTING_ONLY, role.no_imports, level=level)
     elif role.no_exports:
-        log.log(level, "importing only: %s", role.no_exports)
+        log.line(HookLine.IMPORTING_ONLY, role.no_exports, level=level)
     else:
-        log.info("exporting and importing")
+        log.line(HookLine.EXPORTING_AND_IMPORTING)
 
 
 class VllmScheduler:
@@ -57,7 +57,7 @@ class VllmScheduler:
         """The step that must have ended before anything may be imported; 0: none."""
         self._ran: list[Any] | None = None
         """The requests that the present reset preempts, in their order; None: it preempts none."""
-        self._log_limit = RateLimit(time.monotonic)
+        self._log_limit = LogLimit()
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
 
@@ -71,7 +71,7 @@ class VllmScheduler:
         """Make vLLM recompute failed loads.  vLLM reads a MultiConnector's policy only, not that of
         the connectors in it."""
         if not self.scheduler.recompute_kv_load_failures:
-            log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
+            log.line(HookLine.RECOMPUTE_ALL)
         self.scheduler.recompute_kv_load_failures = True
 
     @property
@@ -89,8 +89,8 @@ class VllmScheduler:
         only those that it awaits: it would end at another one."""
         odd = {name for name in reported if not self._awaits(name)}
         reported -= odd
-        if odd and self._log_limit.allows("not awaited"):
-            log.warning("loads reported as ended that no request waits for: %d; ignored", len(odd))
+        if odd and self._log_limit.allows(HookLine.LOADS_NOT_AWAITED):
+            log.line(HookLine.LOADS_NOT_AWAITED, len(odd))
 
     def _awaits(self, request_id: str) -> bool:
         request = self.scheduler.requests.get(request_id)

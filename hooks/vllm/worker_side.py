@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.fingerprint import KERNEL_BLOCKS, TRANSPORT
 from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._base.log import logger
@@ -20,6 +21,7 @@ from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportErr
 from kvshm.halves import (
     POLL_SECONDS,
     WEIGHTS_WRITTEN,
+    ErrorCode,
     LoadOrder,
     LoadReport,
     RankHalf,
@@ -28,6 +30,7 @@ from kvshm.halves import (
 )
 from kvshm.interfaces import Transport, choose_transport
 
+from ..log_lines import HookLine
 from ..weights import WeightsUnknown
 from .call_stack import callers_with
 from .identity.fields import rank_fields
@@ -130,7 +133,7 @@ class WorkerSide:
         try:
             self._cache.end_epoch()
         except KvshmError as exc:  # the scheduler ends the epoch with the next step
-            log.warning("cannot end the epoch before new weights: %s", exc)
+            log.line(HookLine.EPOCH_NOT_ENDED, exc)
 
     def release_memory(self) -> None:
         """The KV cache is about to be unmapped: see SleepHooks.  Loads that this ends are reported
@@ -153,19 +156,14 @@ class WorkerSide:
         """Somebody has written the weights, and nobody had announced it: other engines must not
         read this rank's blocks any more.  The scheduler hears of it with the next step.  The
         witness's thread, or the main one."""
-        log.warning(
-            "rank %d: weights were written and nobody had announced it, found in %s: the blocks "
-            "computed so far are withdrawn, and the weights are digested anew; reset the prefix "
-            "cache after each update (docs/fingerprint.md)",
-            self._rank,
-            name,
-        )
+        log.line(HookLine.WEIGHTS_WRITTEN, self._rank, name)
         if (cache := self._cache) is not None:
             cache.withdraw()
             if (table := cache.table) is not None:
                 with suppress(KvshmError, ValueError):  # its epoch has just ended
                     table.counters.add(WEIGHTS_WRITTEN)
-                    table.log_error(f"rank {self._rank}: weights written: {name}")
+                    text = f"rank {self._rank}: weights written: {name}"
+                    table.log_error(text, code=ErrorCode.WEIGHTS_WRITTEN)
 
     def _memory(self, placement: Placement) -> Any:
         """Return the memory of the KV cache.  Raises TransportError if it cannot be shared."""
@@ -250,7 +248,7 @@ class WorkerSide:
             pass  # the epoch ended while the step was under way; the next step says so
         except (SegmentError, TransportError):  # for example no descriptors or threads
             level = logging.DEBUG if self._could_not_open else logging.WARNING
-            log.log(level, "%s (the engine serves on and tries another epoch)", cache.failed)
+            log.line(CoreLine.NOT_OPENED, cache.failed, level=level)
             self._could_not_open = True
             self._next_report().not_opened = epoch
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import BlockId, Epoch
 from kvshm._base.log import logger
 from kvshm._base.rundir import open_run_directory
@@ -69,11 +70,7 @@ class HalvesInOne:
         except Exception as exc:  # any, of a transport: for example, no descriptors
             foreseen = isinstance(exc, KvshmError | OSError)
             if self.cache.not_opened(state.table.epoch):
-                log.warning(
-                    "%s (the engine serves on and tries another epoch)",
-                    self.rank.failed,
-                    exc_info=None if foreseen else exc,
-                )
+                log.line(CoreLine.NOT_OPENED, self.rank.failed, exc_info=None if foreseen else exc)
             return
         self._opened(state)
 

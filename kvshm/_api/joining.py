@@ -118,8 +118,8 @@ def join(
 def _begin_log(config: Config) -> None:
     """Write the log as the settings say, and likely mistakes in them first."""
     start_log(config.log_level, config.log_format, config.log_file)
-    for warning in config.warnings:
-        log.warning("%s", warning)
+    for warning in config.mistakes:
+        log.filled(warning)
 
 
 def _settings(given: Config | None) -> Config:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.groups import Groups
 from kvshm.errors import KvshmError, MisuseError
@@ -48,7 +49,7 @@ class Membership:
         self._fields = fields
         self._lock = threading.RLock()
         self._loads = Loads(own)
-        self._log_limit = RateLimit(time.monotonic)
+        self._log_limit = LogLimit()
         self._paused = self._closed = False
         self._open: EpochState | None = None
         """The epoch that is open on both halves."""
@@ -70,9 +71,7 @@ class Membership:
         """Share nothing, for good.  An error that nobody foresaw is logged in full."""
         foreseen = isinstance(exc, KvshmError | OSError)
         self._refusal = str(exc) if foreseen else f"{type(exc).__name__}: {exc}"
-        log.warning(
-            "not sharing the prefix cache: %s", self._refusal, exc_info=None if foreseen else exc
-        )
+        log.line(CoreLine.NOT_SHARING, self._refusal, exc_info=None if foreseen else exc)
 
     # -- joining
 
@@ -200,8 +199,8 @@ class Membership:
             halves.rank.write_checksums(list(contents))
             return halves.cache.publisher.publish(*pack_contents(contents))
         except Exception:  # any, of a transport: these blocks stay unshown
-            if self._log_limit.allows("publish"):
-                log.exception("blocks could not be published")
+            if self._log_limit.allows(CoreLine.PUBLISH_FAILED):
+                log.line(CoreLine.PUBLISH_FAILED, exc_info=True)
             return 0
 
     def _drain(self, halves: HalvesInOne) -> None:
@@ -222,7 +221,7 @@ class Membership:
             if halves is not None:
                 halves.close()  # without the lock, which the client's thread may want
         except Exception:  # any, of a transport
-            log.exception("the memory's export could not be closed")
+            log.line(CoreLine.EXPORT_NOT_CLOSED, exc_info=True)
         with self._lock:
             self._let_go()
 

@@ -1,18 +1,20 @@
 """Variables of an environment that are probably not as their user meant them.  They stop no start;
-``Config.warnings`` has a line for each."""
+``Config.mistakes`` has a line for each."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from .core_lines import CoreLine
+from .log_lines import FilledLine
 from .setting_sources import PREFIX, nearest
 
 # Variables that Kubernetes sets in every pod if there is a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
 
-def unknown_names(environ: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
+def unknown_names(environ: Mapping[str, str], known: Collection[str]) -> Iterator[FilledLine]:
     """Yield a line for each variable whose name looks like a setting's but is none of ``known``."""
     tails = {name.removeprefix(PREFIX) for name in known}
     for name in sorted(environ):
@@ -21,15 +23,12 @@ def unknown_names(environ: Mapping[str, str], known: Collection[str]) -> Iterato
             continue
         near = nearest(tail, tails)
         remedy = f"did you mean {PREFIX}{near}?" if near else "`kvshm config` lists them all"
-        yield f"{name} is not a setting of kvshm and does nothing; {remedy}"
+        yield CoreLine.UNKNOWN_SETTING.fill(name, remedy)
 
 
-def plugin_left_out(environ: Mapping[str, str]) -> Iterator[str]:
+def plugin_left_out(environ: Mapping[str, str]) -> Iterator[FilledLine]:
     """Yield a line if VLLM_PLUGINS does not name kvshm: vLLM then does not load the plugin, and no
     process of vLLM reads KVSHM_ENABLE or can warn.  ``kvshm config`` can."""
     plugins = environ.get("VLLM_PLUGINS")
     if plugins is not None and "kvshm" not in plugins.split(","):
-        yield (
-            f"VLLM_PLUGINS={plugins!r} leaves kvshm out, so vLLM does not look at KVSHM_ENABLE; "
-            "add kvshm to it"
-        )
+        yield CoreLine.PLUGIN_LEFT_OUT.fill(plugins)

@@ -8,12 +8,15 @@ the file of a line but not its logger, so each line begins with ``kvshm:`` for a
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any
 
+from .core_lines import CoreLine
+from .forks import guard_forks
 from .log_format import PREFIX, PlainText
-from .log_lines import LogLine
+from .log_lines import FilledLine, LogLine
 
 REPEAT_SECONDS = 60.0
 MAX_KINDS = 256
@@ -32,9 +35,18 @@ _PAST_LIMITS = "kvshm_past_limits"
 class Logger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose lines begin with ``kvshm:`` and are printable, whatever they quote."""
 
-    def line(self, line: LogLine, *args: object, exc_info: Any = None) -> None:
-        """Log a line of a component's list; ``args`` fill its placeholders."""
-        self.log(line.level, line.text, *args, exc_info=exc_info)
+    def line(
+        self, line: LogLine, *args: object, exc_info: Any = None, level: int | None = None
+    ) -> None:
+        """Log a line of a component's list; ``args`` fill its placeholders.  ``level``: another
+        one than the list's, where that depends on the situation."""
+        severity = line.level if level is None else level
+        self.log(severity, line.text, *args, exc_info=exc_info, stacklevel=2)
+
+    def filled(self, filled: FilledLine, level: int | None = None) -> None:
+        """Log a line that has its arguments, with another level if one is given."""
+        severity = filled.line.level if level is None else level
+        self.log(severity, filled.line.text, *filled.args, stacklevel=2)
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
@@ -86,16 +98,13 @@ class LineLimit(logging.Filter):
             left_out = self._left_out
             self.reset()
             if left_out:
-                self._say(f"{left_out} lines were left out, because there were too many at once")
+                self._say(str(CoreLine.LINES_LEFT_OUT.fill(left_out)))
         self._lines += 1
         if self._lines <= self._most:
             return True
         self._left_out += 1
         if self._left_out == 1:
-            self._say(
-                f"more than {self._most} lines in {self._seconds:.0f} s: further ones are left out "
-                "until this time is over"
-            )
+            self._say(str(CoreLine.TOO_MANY_LINES.fill(self._most, self._seconds)))
         return False
 
 
@@ -109,21 +118,42 @@ LINE_LIMIT = LineLimit(say)
 _PLAIN_TEXT = PlainText()
 
 
-class RateLimit:
-    """Lets a log line of one kind through once in ``seconds``, by default a minute.  ``math.inf``:
-    once for good, or until MAX_KINDS other kinds were logged.  Any thread."""
+class LogLimit:
+    """Lets a log line through once in ``seconds``, by default a minute; ``math.inf``: once for
+    good, or until ``most`` other kinds were logged.  Any thread."""
 
-    def __init__(self, clock: Callable[[], float], seconds: float = REPEAT_SECONDS) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._last_logged: dict[str, float] = {}
+    def __init__(
+        self,
+        seconds: float = REPEAT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        most: int = MAX_KINDS,
+    ) -> None:
+        self._seconds, self._clock, self._most = seconds, clock, most
+        self._last_logged: dict[tuple[Hashable, ...], float] = {}  # the oldest first
+        self._lock = threading.Lock()
+        guard_forks(self)
 
-    def allows(self, text: str) -> bool:
-        """Whether to log ``text`` now.  Its kind is the part before the colon."""
-        kind, now = text.partition(":")[0], self._clock()
-        if now - self._last_logged.get(kind, -self._seconds) < self._seconds:
-            return False
-        if len(self._last_logged) >= MAX_KINDS:
-            self._last_logged.clear()
-        self._last_logged[kind] = now
-        return True
+    def allows(self, line: Hashable, *about: Hashable) -> bool:
+        """Whether to log ``line`` now.  ``about``: what tells apart lines that are limited each by
+        itself, for example the engine that they name."""
+        kind = (line, *about)
+        with self._lock:
+            now = self._clock()
+            last = self._last_logged.pop(kind, None)
+            if last is not None and now - last < self._seconds:
+                self._last_logged[kind] = last
+                return False
+            if len(self._last_logged) >= self._most:
+                del self._last_logged[next(iter(self._last_logged))]
+            self._last_logged[kind] = now
+            return True
+
+    def forget(self, *lines: Hashable) -> None:
+        """Let the next of these lines through, of whatever it is about."""
+        with self._lock:
+            for kind in [kind for kind in self._last_logged if kind[0] in lines]:
+                del self._last_logged[kind]
+
+    def forget_in_child(self) -> None:
+        """A thread that the child does not have may hold the lock."""
+        self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvshm.errors import ConfigError
 
+from .core_lines import CoreLine
 from .log_format import LineFormatter
 
 MODE = 0o600
@@ -72,14 +73,14 @@ class LogFile(logging.Handler):
             return
         try:
             if self.missed:
-                told = self._formatted(f"{self.missed} lines before this one are not in this file")
+                told = self._formatted(str(CoreLine.MISSING_IN_FILE.fill(self.missed)))
                 line = f"{told}\n{line}"
             self._append(line)
             self.missed = 0
         except (OSError, ValueError) as exc:
             self.missed += 1
             if self.missed == 1:
-                self._say(f"lines are not written to {self.path}, but here: {exc}")
+                self._say(str(CoreLine.NOT_IN_FILE.fill(self.path, exc)))
             self._instead(record)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .core_lines import CoreLine
 from .log import OURS
 from .log_file import LogFile
 from .log_format import PREFIX, LineFormatter
@@ -62,7 +63,7 @@ def _handler(ours: logging.Logger, as_json: bool, log_file: str) -> logging.Hand
             instead(ours.makeRecord(OURS, level, __file__, 0, f"{PREFIX}%s", (text,), None))
 
     file = LogFile(log_file, LineFormatter("engine", as_json), instead, say)
-    say(f"the lines of this process go to {log_file}", logging.INFO)
+    say(str(CoreLine.LOG_FILE.fill(log_file)), logging.INFO)
     return file
 
 

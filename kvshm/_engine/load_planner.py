@@ -13,13 +13,13 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvshm._base.copy_path import CopyPath
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
-from kvshm._shm import counters as c
-from kvshm._shm.counters import Counter
-from kvshm._shm.histograms import MATCH_LENGTH
+from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
+from kvshm._shm.statistics import MATCH_LENGTH, Counter
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
 
@@ -71,7 +71,7 @@ class LoadPlanner:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._log_limit = RateLimit(clock)
+        self._log_limit = LogLimit(clock=clock)
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.common_prefix = 0
@@ -239,9 +239,9 @@ class LoadPlanner:
                 own = peer.info.epoch == epoch.table.epoch
                 leased, taken = peer.table.lease(NO_LEASE_BIT if own else bit, records)
             except KvshmError as exc:
-                text = f"cannot lease from engine {peer.info.log_name}: {exc}"
-                if self._log_limit.allows(text):
-                    log.warning("%s", text)
+                who = peer.info.log_name
+                if self._log_limit.allows(CoreLine.LEASE_FAILED, who):
+                    log.line(CoreLine.LEASE_FAILED, who, exc)
                 leased, taken = 0, b""
             first_lost = leased * RECORD_BYTES
             if leased:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvshm._shm import counters as c
+from kvshm._base.core_lines import CoreLine
+from kvshm._base.log_lines import FilledLine
+from kvshm._shm import statistics as c
 from kvshm._shm.slot_table import SlotTableView
 
 PERIOD_SECONDS = 60.0
@@ -37,7 +39,7 @@ class MinuteReport:
         self._epoch = 0
         self._before: dict[c.Counter, int] = {}
 
-    def line(self, table: SlotTableView) -> str | None:
+    def line(self, table: SlotTableView) -> FilledLine | None:
         """Return the line to log once a period, and None in between or if nothing was counted.  A
         new epoch's table counts from 0.  Reads shared memory, changes nothing there."""
         now = self._clock()
@@ -50,7 +52,7 @@ class MinuteReport:
         self._epoch, self._before = table.epoch, read
         if not any(grown.values()):
             return None
-        return f"last {seconds:.0f} s: {_hits(grown)}{_misses(grown)}"
+        return CoreLine.MINUTE.fill(seconds, _hits(grown) + _misses(grown))
 
 
 def _hits(grown: dict[c.Counter, int]) -> str:

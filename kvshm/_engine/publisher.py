@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvshm._base.ids import BlockId
-from kvshm._shm.counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
-from kvshm._shm.histograms import DRAIN_WAIT
 from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES
 from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import DRAIN_WAIT, DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
 
 from .epoch_state import EpochState, HasEpoch
 from .marks import Marks, Run

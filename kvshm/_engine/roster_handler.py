@@ -6,10 +6,12 @@ All methods run on the client's thread.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, Epoch, LeaseBit
-from kvshm._base.log import engine_name, logger
+from kvshm._base.log import LogLimit, engine_name, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._node import incompatible
 from kvshm._node.peers import Peers
@@ -26,7 +28,9 @@ from kvshm._node.protocol import (
     Tick,
 )
 from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
-from kvshm._shm.counters import INDEX_FULL, REJOINS, RESYNCS
+from kvshm._shm.error_log import ErrorCode
+from kvshm._shm.own_slot_table import OwnSlotTable
+from kvshm._shm.statistics import INDEX_FULL, REJOINS, RESYNCS
 
 from .epoch_state import EpochState
 from .minute_report import MinuteReport
@@ -54,7 +58,7 @@ class RosterHandler:
         self._begin = begin
         self._present = present
         self._start = start
-        self._logged: dict[int, None] = {}  # in the order of logging
+        self._log_limit = LogLimit(math.inf, most=MAX_REMEMBERED)
         self._joined_at: tuple[int, int] = (0, 0)
         """The own epoch and the coordinator's with which it last joined."""
         self.refusal = ""
@@ -82,20 +86,16 @@ class RosterHandler:
             case EventBatches(batches) if state is not None:  # first: the most frequent update
                 state.peers.apply_events(batches)
             case Coordinator.MISSING:
-                log.warning(
-                    "no coordinator: nothing is shared until one is started: %s", self._start
-                )
+                log.line(CoreLine.NO_COORDINATOR, self._start)
             case Coordinator.LOST:
-                log.warning(
-                    "no coordinator: serving on with what is known, joining again when it is back"
-                )
+                log.line(CoreLine.COORDINATOR_LOST)
             case _ if state is None:
                 return
             case Joined() | Refused():
                 if update.engine_epoch == state.table.epoch:  # else the epoch has ended meanwhile
                     self._handle_reply(state, update)
             case IncompatibleJoined(engine=other):
-                state.table.log_error(incompatible.error_log_entry(other))
+                _record(state.table, other)
                 self._log_once(other)
             case Tick(num_incompatible=count):
                 state.peers.num_incompatible = count
@@ -105,32 +105,31 @@ class RosterHandler:
     def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
         self.refused = None
         if isinstance(reply, Refused):
-            text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
-            if text != self.refusal:
-                self.refusal = text
-                log.warning("%s (serving on, unshared)", text)
+            self.refusal = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
+            if self._log_limit.allows(CoreLine.REFUSED, reply.reason, reply.remedy):
+                log.line(CoreLine.REFUSED, reply.reason, reply.remedy)
             self.refused = None if reply.retry else state.table.epoch
-            state.table.log_error(f"{incompatible.REFUSED}{reply.remedy}; {reply.reason}")
+            state.table.log_error(reply.remedy, reply.reason, code=ErrorCode.REFUSED)
             return
         self.refusal = ""
+        self._log_limit.forget(CoreLine.REFUSED)
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))
         if reply.lease_bit == NO_LEASE_BIT:
-            state.table.log_error(incompatible.NO_BIT)
+            state.table.log_error(code=ErrorCode.NO_LEASE_BIT)
         if self._joined_at[0] == state.table.epoch:
             state.table.counters.add(REJOINS, 1)
         else:
             self._unknown = {info.epoch for info in reply.roster} - {state.table.epoch}
         state.peers.num_incompatible = len(reply.incompatible)
         for other in reply.incompatible[:MAX_RECORDED]:
-            state.table.log_error(incompatible.error_log_entry(other))
+            _record(state.table, other)
             self._log_once(other)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
         here = state.table.epoch, reply.coordinator_epoch
         level = logging.DEBUG if self._joined_at == here else logging.INFO  # so that peers scan
         self._joined_at = here
-        text = "joined as %s, lease bit %d, peers to share with: %d"
-        log.log(level, text, who, reply.lease_bit, peers)
+        log.line(CoreLine.JOINED, who, reply.lease_bit, peers, level=level)
 
     def _note_known(self, state: EpochState, epochs: set[int]) -> None:
         """What was to be done about these engines has been done, or failed."""
@@ -153,7 +152,7 @@ class RosterHandler:
             counters, refused = state.table.counters, state.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._minute_report.line(state.table)) is not None:
-                log.info("%s", line)
+                log.filled(line)
 
     def count(self, counter: int, amount: int = 1) -> None:
         if (state := self._present()) is not None:
@@ -163,14 +162,16 @@ class RosterHandler:
         """Log once why this engine cannot share with ``other``.  If the other engine serves
         another model, log it once for all engines with the same differences."""
         line, level = incompatible.log_line(other), logging.WARNING
-        key = hash(line)
+        about: object = line
         if incompatible.has_another_model(other):
-            key, level = hash(tuple(other.differences.items())), logging.INFO
-        if key not in self._logged:
-            self._logged[key] = None
-            log.log(level, "%s", line)
-        if len(self._logged) > MAX_REMEMBERED:
-            del self._logged[next(iter(self._logged))]
+            about, level = tuple(other.differences.items()), logging.INFO
+        if self._log_limit.allows(CoreLine.INCOMPATIBLE, hash(about)):
+            log.filled(line, level)
+
+
+def _record(table: OwnSlotTable, other: IncompatibleEngine) -> None:
+    """Record why the engine cannot share with ``other``."""
+    table.log_error(*incompatible.record(other), code=ErrorCode.CANNOT_SHARE)
 
 
 def _apply_to_peers(peers: Peers, update: Update) -> set[int]:
@@ -180,7 +181,7 @@ def _apply_to_peers(peers: Peers, update: Update) -> set[int]:
             peers.scan_queue.add(Epoch(epoch))
         case EngineJoined(engine=info):
             peers.joined(info)
-            log.info("engine %s joined", info.log_name)
+            log.line(CoreLine.PEER_JOINED, info.log_name)
             return {info.epoch}
         case EngineSuspected(epoch=epoch):
             peers.suspected(Epoch(epoch))
@@ -188,6 +189,6 @@ def _apply_to_peers(peers: Peers, update: Update) -> set[int]:
         case EngineRecovered(epoch=epoch):
             peers.recovered(Epoch(epoch))
         case EngineGone(epoch=epoch, reason=reason):
-            log.info("engine %s is gone: %s", peers.gone(Epoch(epoch)), reason)
+            log.line(CoreLine.PEER_GONE, peers.gone(Epoch(epoch)), reason)
             return {epoch}
     return set()

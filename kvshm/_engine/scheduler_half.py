@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.declined import declined_now, forget_declined, record_declined
 from kvshm._base.forks import guard_forks
 from kvshm._base.ids import Epoch
@@ -28,9 +29,10 @@ from kvshm._base.timing import RetryPause
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.fds import is_served
-from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import OwnSlotTable
+from kvshm._shm.statistics import HOOKS
 from kvshm.config import Config, Share
 from kvshm.errors import KvshmError
 
@@ -67,12 +69,7 @@ class SchedulerHalf:
         """``opened``: called on the client's thread with each epoch that has begun, if the ranks
         live in this process and need not wait for a step to hear of it."""
         who = engine_name(name=spec.name, pid=os.getpid())
-        log.info(
-            "engine %s shares its prefix cache if its role and its KV cache allow it, "
-            "run directory %s",
-            who,
-            run_dir,
-        )
+        log.line(CoreLine.SHARES_IF, who, run_dir)
         self._config = config
         self.role = config.decide_role()
         """Whether the engine exports and imports.  Whoever finds more limits in the running engine
@@ -208,7 +205,7 @@ class SchedulerHalf:
             try:
                 clear(self._cleanup_dir, self._config.namespace, patience=1.0)
             except (KvshmError, OSError) as exc:
-                log.debug("nothing cleaned up: %s", exc)
+                log.line(CoreLine.NOT_CLEANED, exc)
 
     def forget_in_child(self) -> None:
         """The epoch belongs to the parent; the child has none (kvshm/_base/forks.py)."""
@@ -242,7 +239,7 @@ class SchedulerHalf:
                 )
             except (KvshmError, OSError) as exc:  # for example, no memory or threads left
                 level = logging.DEBUG if self.failed else logging.WARNING
-                log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
+                log.line(CoreLine.NOT_SHARING_NOW, exc, level=level)
                 state = None
             self.epoch_state, self.failed = state, state is None
             if state is not None:
@@ -264,7 +261,7 @@ class SchedulerHalf:
 
     def decline(self, reason: str) -> None:
         """Say why this engine shares nothing, in the log and for tools, until an epoch begins."""
-        log.warning("not sharing the prefix cache: %s", reason)
+        log.line(CoreLine.NOT_SHARING, reason)
         self.record_declined(reason)
 
     def record_declined(self, reason: str) -> None:
@@ -273,8 +270,8 @@ class SchedulerHalf:
         told = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
         record_declined(self._config.run_dir, self._config.namespace, told)
 
-    def log_error(self, text: str) -> None:
+    def log_error(self, text: str, code: ErrorCode = ErrorCode.OTHER) -> None:
         """Record an error in the own slot table, where ``kvshm dump`` shows it.
         Any thread."""
         if (state := self.epoch_state) is not None:
-            state.table.log_error(text)
+            state.table.log_error(text, code=code)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from kvshm._base.copy_path import CopyPath, slowest
 from kvshm._base.ids import BlockId
-from kvshm._shm.traffic import IMPORT_TIMES
+from kvshm._shm.statistics import IMPORT_TIMES
 
 from .epoch_state import EpochState
 from .load_plan import LoadOrder, LoadReport

@@ -18,13 +18,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kvshm import _native
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
 from kvshm._base.log import logger
 from kvshm._base.resources import start_thread
 from kvshm._base.timing import TIMING, Timing
-from kvshm._shm.counters import EVENTS_DROPPED, EVENTS_UNHEARD
 from kvshm._shm.fds import close_all
 from kvshm._shm.layout import RECORD_BYTES
+from kvshm._shm.statistics import EVENTS_DROPPED, EVENTS_UNHEARD
 from kvshm.errors import KvshmError
 
 from .coordinator_session import CoordinatorSession
@@ -124,7 +125,7 @@ class CoordinatorClient:
         if thread is None or thread is threading.current_thread():
             return
         if thread.is_alive():
-            _log.warning("client's thread has not ended within %.1f s", timeout)
+            _log.line(CoreLine.CLIENT_NOT_ENDED, timeout)
 
     @property
     def is_member(self) -> bool:
@@ -173,7 +174,7 @@ class CoordinatorClient:
             session.open(timers, lambda: self._hand_over(session))
         except Exception as exc:  # whatever it is, the engine serves without kvshm
             self._usable = False
-            _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
+            _log.line(CoreLine.NO_CLIENT_SOCKETS, exc)
         return self._usable
 
     def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:

@@ -29,7 +29,7 @@ from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._base.resources import require_descriptors
 from kvshm._base.rundir import command_endpoint, event_endpoint
 from kvshm._base.timing import TIMING, Timing
-from kvshm._shm.counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
+from kvshm._shm.statistics import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from kvshm.errors import ProtocolError, VersionMismatch
 
 from .event_order import EventOrder, Verdict

@@ -5,6 +5,7 @@ Both engines log the reason, each with its own value first.  Pure.
 
 from __future__ import annotations
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.fingerprint import (
     DTYPE,
     KV_DTYPE,
@@ -17,7 +18,8 @@ from kvshm._base.fingerprint import (
 )
 from kvshm._base.log import engine_name
 from kvshm._base.log_format import quote
-from kvshm._shm.error_log import TEXT_BYTES
+from kvshm._base.log_lines import FilledLine
+from kvshm._shm.error_log import TEXT_BYTES, ErrorCode, LoggedError
 
 from .protocol import IncompatibleEngine
 
@@ -27,38 +29,32 @@ VALUE_CHARACTERS = 64
 ENOUGH_CHARACTERS = 12
 """Of a value: it is cut no further for the names of other fields that differ."""
 NOT_GIVEN = "(none)"
-REFUSED = "refused: "
-"""How the slot table's error log begins an entry about a refusal by the coordinator."""
-NO_BIT = "no lease bit is free, so more of its copies are discarded: use several namespaces"
-"""The entry of an engine that has joined as one too many."""
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
 
-def log_line(other: IncompatibleEngine) -> str:
+def log_line(other: IncompatibleEngine) -> FilledLine:
     """Return the log line about an incompatible engine: the first differing field with both
     values, and the names of the other differing fields."""
     who = engine_name(name=other.name, pid=other.pid)
-    return f"engine {who} cannot share with this one: {reason(other, LINE_CHARACTERS)}"
+    return CoreLine.INCOMPATIBLE.fill(who, reason(other, LINE_CHARACTERS))
 
 
-def error_log_entry(other: IncompatibleEngine) -> str:
-    """Return the reason as an entry of the slot table's error log, which ``kvshm dump``
-    shows."""
-    head = _head(other.name)
-    return head + reason(other, TEXT_BYTES - len(head))
+def record(other: IncompatibleEngine) -> tuple[str, str, str]:
+    """Return what the slot table's error log keeps of an incompatible engine (the parts of
+    ``ErrorCode.CANNOT_SHARE``), short enough for it."""
+    name = quote(other.name)
+    room = TEXT_BYTES - len(ErrorCode.CANNOT_SHARE.text(name, "", ""))
+    field, _, values = reason(other, room + len(" ")).partition(" ")
+    return name, field, values
 
 
-def differing_field(entry: str, other: str) -> str | None:
-    """Return the first differing field that an entry of ``error_log_entry`` has, if it is about an
-    engine with the name ``other``; None for another entry."""
-    head = _head(other)
-    return entry[len(head) :].partition(" is ")[0] if entry.startswith(head) else None
-
-
-def _head(name: str) -> str:
-    """How an entry about an engine begins.  Quoted, because a name may hold what follows it."""
-    return f"cannot share with {quote(name)}: "
+def differing_field(error: LoggedError, other: str) -> str | None:
+    """Return the first differing field of an error that is about an engine with the name
+    ``other``; None of another error."""
+    if error.code is not ErrorCode.CANNOT_SHARE or error.about[:1] != (quote(other),):
+        return None
+    return error.about[1] if len(error.about) > 1 else ""
 
 
 def reason(other: IncompatibleEngine, size: int) -> str:

@@ -13,6 +13,7 @@ hangs blocks no writer.  The file lies in the run directory, which is closed to 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvshm._base.log import logger
+from kvshm._base.core_lines import CoreLine
+from kvshm._base.log import LogLimit, logger
 
 from .protocol import EngineInfo
 
@@ -41,7 +43,8 @@ class PeerList:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content = b""
-        self._written = self._ended = self._failed = False
+        self._written = self._ended = False
+        self._log_limit = LogLimit(math.inf)
 
     def write(self, peers: Iterable[EngineInfo]) -> None:
         """Replace the list.  Never raises: without it ranks attach on first use."""
@@ -60,11 +63,11 @@ class PeerList:
         try:
             _write_new(fresh, content)
             fresh.replace(self._path)
-            self._written, self._failed = True, False
+            self._written = True
+            self._log_limit.forget(CoreLine.PEER_LIST_NOT_WRITTEN)
         except OSError as exc:
-            if not self._failed:
-                log.warning("%s: %s; ranks attach peers when they are needed", self._path, exc)
-            self._failed = True
+            if self._log_limit.allows(CoreLine.PEER_LIST_NOT_WRITTEN):
+                log.line(CoreLine.PEER_LIST_NOT_WRITTEN, self._path, exc)
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
         if self._ended:  # possibly since it was written
@@ -90,7 +93,7 @@ class PeerListReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int, int] | None = None
-        self._last_warning = ""
+        self._log_limit = LogLimit(math.inf)
 
     def read_new(self) -> list[EngineInfo] | None:
         """The list if it has changed since the last call, else None.  Never raises, never blocks: a
@@ -121,7 +124,6 @@ class PeerListReader:
             os.close(fd)
 
     def _warn_once(self, reason: Exception) -> None:
-        """Log a reason unless it is the same as the last."""
-        if (text := str(reason)) != self._last_warning:
-            log.warning("%s cannot be read: %s", self._path, text)
-        self._last_warning = text
+        """Log each reason once."""
+        if self._log_limit.allows(CoreLine.PEER_LIST_UNREADABLE, text := str(reason)):
+            log.line(CoreLine.PEER_LIST_UNREADABLE, self._path, text)

@@ -16,19 +16,20 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Epoch, LeaseBit
-from kvshm._base.log import RateLimit, engine_name, logger
+from kvshm._base.log import LogLimit, engine_name, logger
 from kvshm._base.timing import TIMING, RetryPause, Timing
 from kvshm._replica.index import Replica, StaleRecords
-from kvshm._shm.counters import (
+from kvshm._shm.layout import RECORD_BYTES, RowState
+from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import (
     MISS_FINGERPRINT,
     MISS_NO_OWNER,
     MISS_NO_PEER,
     MISS_QUARANTINED,
     Counter,
 )
-from kvshm._shm.layout import RECORD_BYTES, RowState
-from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 
 from .handout import Handouts
@@ -106,7 +107,7 @@ class Peers:
         thread that waits for the coordinator sends no heartbeats."""
         self._last_pause_end = 0.0
         """When the last pause of any peer ends.  The scheduler's thread only."""
-        self._log_limit = RateLimit(clock, math.inf)
+        self._log_limit = LogLimit(math.inf, clock)
         self.num_incompatible = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
@@ -157,7 +158,7 @@ class Peers:
         try:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
-            self._warn_once(peer.info, f"sent events that make no sense: {exc}")
+            self._warn_once(CoreLine.BAD_EVENTS, peer.info, exc)
             self.scan_queue.add(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
@@ -194,7 +195,7 @@ class Peers:
                 self._update_view()
                 self.replica.set_row_state(peer.row, RowState.SUSPECTED)
                 if not peer.table.retired:  # else it has ended its epoch in order
-                    log.warning("engine %s has died", peer.info.log_name)
+                    log.line(CoreLine.PEER_DIED, peer.info.log_name)
 
     # -- the scheduler's thread: nothing here waits for the client's thread
 
@@ -272,7 +273,7 @@ class Peers:
         peer.quarantined, seconds = True, self._timing.quarantine_seconds
         self._pause_peer(peer, seconds)
         who, times = peer.info.log_name, QUARANTINE_FAILURES
-        log.warning("engine %s failed %d times, not used for %.0f s", who, times, seconds)
+        log.line(CoreLine.PEER_FAILED, who, times, seconds)
         return True
 
     def rank_not_attached(self, epoch: Epoch) -> None:
@@ -376,20 +377,20 @@ class Peers:
     def _leave_out(self, info: EngineInfo, reason: Exception) -> None:
         if isinstance(reason, SegmentNotFound):  # it has left, or has begun another epoch
             self._retries.pop(info.epoch, None)
-            log.info("engine %s has ended its epoch: %s", info.log_name, reason)
+            log.line(CoreLine.PEER_EPOCH_ENDED, info.log_name, reason)
             return
         self._try_later(info)
-        self._warn_once(info, f"is left out: {reason}")
+        self._warn_once(CoreLine.PEER_LEFT_OUT, info, reason)
 
     def _try_later(self, info: EngineInfo) -> None:
         _, pause = self._retries.get(info.epoch, (info, RetryPause(self._clock, self._timing)))
         pause.tried()
         self._retries[info.epoch] = info, pause
 
-    def _warn_once(self, info: EngineInfo, what: str) -> None:
-        """Log once for each engine and kind of warning, which is the text before the colon."""
-        if self._log_limit.allows(f"{info.epoch} {what}"):
-            log.warning("engine %s %s", info.log_name, what)
+    def _warn_once(self, line: CoreLine, info: EngineInfo, reason: Exception) -> None:
+        """Log a line once for each engine."""
+        if self._log_limit.allows(line, info.epoch):
+            log.line(line, info.log_name, reason)
 
 
 def _is_stale(peer: Peer, records: bytes, forgotten: Collection[StaleRecords]) -> bool:

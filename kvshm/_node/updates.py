@@ -20,14 +20,14 @@ Tick                     ``num_incompatible`` is the number of incompatible engi
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.core_lines import CoreLine
+from kvshm._base.log import LogLimit, logger
 
 from .protocol import AnyBroadcast, EngineInfo, Joined, Refused
 
@@ -86,7 +86,7 @@ class UpdateHandler(Protocol):
         ...
 
     def count(self, counter: int, amount: int = 1) -> None:
-        """Add to one of the engine's counters (kvshm/_shm/counters.py)."""
+        """Add to one of the engine's counters (kvshm/_shm/statistics.py)."""
         ...
 
 
@@ -95,7 +95,7 @@ class CallGuard:
     first failure of each kind.  Used by one thread."""
 
     def __init__(self) -> None:
-        self._log_limit = RateLimit(time.monotonic, math.inf)
+        self._log_limit = LogLimit(math.inf)
 
     def call(self, method: Callable[..., T], *args: object) -> T | None:
         """Return the result of ``method``, None if it raises.  A kind of failure is the method's
@@ -109,5 +109,5 @@ class CallGuard:
 
     def log_failure(self, what: str, *, exc_info: bool = False) -> None:
         """Log a failure if it is the first of its kind, which is the text before the colon."""
-        if self._log_limit.allows(what):
-            _log.error("%s failed (logged once; the client goes on)", what, exc_info=exc_info)
+        if self._log_limit.allows(CoreLine.UPDATE_FAILED, what.partition(":")[0]):
+            _log.line(CoreLine.UPDATE_FAILED, what, exc_info=exc_info)

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Epoch, LeaseBit, Rank
-from kvshm._base.log import RateLimit, engine_name, logger
+from kvshm._base.log import LogLimit, engine_name, logger
 from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import Piece
 from kvshm._node.handout import Handouts
@@ -101,7 +102,7 @@ class AttachmentCache:
         self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
         ranks open the epoch, with their first step."""
-        self.log_limit = RateLimit(clock)
+        self.log_limit = LogLimit(clock=clock)
         """Limits log lines: a peer that hangs makes many loads fail, all of which are counted."""
         self.copying: set[object] = set()
         """The loads of both threads whose copies are under way."""
@@ -203,7 +204,7 @@ class AttachmentCache:
             if isinstance(exc, KvshmError):
                 reason = str(exc)
             elif not isinstance(exc, OSError):  # an OSError: for example, no descriptors left
-                log.exception("engine %s could not be attached", self.name_of(epoch))
+                log.line(CoreLine.ATTACH_FAILED, self.name_of(epoch), exc_info=True)
         with self._lock:
             self._attaching.pop(epoch, None)
             if reason:
@@ -296,7 +297,7 @@ def _close_all(peers: list[PeerMemory]) -> None:
 
 
 def _release(
-    handouts: Handouts, piece: Piece, bit: LeaseBit, who: str, log_limit: RateLimit
+    handouts: Handouts, piece: Piece, bit: LeaseBit, who: str, log_limit: LogLimit
 ) -> None:
     """Runs on a thread of its own.  A failure costs the exporter at most one drain budget."""
     try:
@@ -304,8 +305,8 @@ def _release(
     except SegmentNotFound:
         return
     except KvshmError as exc:
-        if log_limit.allows(f"leases of {who}"):
-            log.warning("leases of engine %s could not be released: %s", who, exc)
+        if log_limit.allows(CoreLine.LEASES_LEFT, who):
+            log.line(CoreLine.LEASES_LEFT, who, exc)
         return
     with closing(table):
         table.release(bit, piece.records, piece.taken)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Rank
 from kvshm._base.log import logger
 from kvshm._base.rundir import rank_socket
@@ -34,7 +35,7 @@ def open_rank(
     descriptor is left.
     """
     if config.fault is not None:
-        log.warning("KVSHM_FAULT=%s: every import is made wrong on purpose", config.fault)
+        log.line(CoreLine.FAULT_SET, config.fault)
     socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)
     wanted = getattr(transport, "settings", ())
     opened = transport(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.log import logger
 
 log = logger(__name__)
@@ -24,5 +25,5 @@ def call_optional(owner: object, name: str, *arguments: object) -> Called:
             return Called(worked=False)
         return Called(worked=True, result=method(*arguments))
     except Exception:  # any, of a transport: it does without
-        log.debug("%s of the transport failed", name, exc_info=True)
+        log.line(CoreLine.OPTIONAL_CALL_FAILED, name, exc_info=True)
         return Called(worked=False)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
 from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._base.log import logger
@@ -28,10 +29,9 @@ from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
-from kvshm._shm.counters import LOADS_STARTED, LOADS_TOO_LATE
-from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm._shm.progress import FIRST_LOAD_THREAD
+from kvshm._shm.statistics import HOOKS, LOADS_STARTED, LOADS_TOO_LATE
 from kvshm.errors import KvshmError, MemoryInUse
 from kvshm.interfaces import Transport
 
@@ -85,7 +85,6 @@ class RankHalf:
         """The engine's own slot table, mapped by this rank; None outside an epoch."""
         self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
-        self._tidy_failed = False
         # Not a SimpleQueue: a thread that is held up while it calls SimpleQueue.get with a timeout
         # may wait for ever (CPython 3.11), and a load under way then never ends.
         self._loads: queue.Queue[RankLoad | str] = queue.Queue()
@@ -371,9 +370,8 @@ class RankHalf:
             self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
             self._attachments.attach_listed()
         except Exception:  # any: the load thread must not end
-            if not self._tidy_failed:
-                log.exception("peers that have ended could not be unmapped, or new ones attached")
-            self._tidy_failed = True
+            if self._attachments.log_limit.allows(CoreLine.TIDY_FAILED):
+                log.line(CoreLine.TIDY_FAILED, exc_info=True)
 
 
 def _is_late(report: LoadReport) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from kvshm._base.copy_path import CopyPath
-from kvshm._base.ids import BlockId
+from kvshm._base.core_lines import CoreLine
+from kvshm._base.ids import BlockId, Epoch
 from kvshm._base.log import logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._engine.load_plan import (
@@ -27,7 +28,10 @@ from kvshm._engine.load_plan import (
     Piece,
     PieceFailure,
 )
-from kvshm._shm.counters import (
+from kvshm._shm.error_log import ErrorCode
+from kvshm._shm.layout import RECORD_BYTES, block_ids
+from kvshm._shm.own_slot_table import RankSlotTable
+from kvshm._shm.statistics import (
     BLOCKS_COPIED,
     BYTES_COPIED,
     DISCARDED,
@@ -35,8 +39,6 @@ from kvshm._shm.counters import (
     RECHECK_FAILED,
     VERIFIED,
 )
-from kvshm._shm.layout import RECORD_BYTES, block_ids
-from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm.errors import KvshmError, StillAttaching
 from kvshm.interfaces import Copy, CopyState
 
@@ -233,12 +235,7 @@ class RankLoad:
         except Exception as exc:  # any: the piece is a miss
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
-            who = self._attachments.name_of(part.piece.peer_epoch)
-            self._log_problem(
-                f"cannot read from engine {part.piece.peer_epoch:016x}: {exc}",
-                exc,
-                f"cannot read from engine {who}: {exc}",
-            )
+            self._log_problem(CoreLine.READ_FAILED, exc, of=part.piece.peer_epoch)
         return True
 
     def _ask_for_end(self, part: _Part, copy: Copy) -> None:
@@ -261,7 +258,7 @@ class RankLoad:
         """Deliver nothing of this load.  The problem is logged once per load."""
         if not self._discarded:
             self._discarded = True
-            self._log_problem(f"a load could not be checked and is discarded: {exc}", exc)
+            self._log_problem(CoreLine.LOAD_DISCARDED, exc)
 
     def _decide(self, part: _Part) -> None:
         """Decide which of a piece's targets may be used.  Its copy has ended."""
@@ -301,11 +298,7 @@ class RankLoad:
             self._reject(piece, differ, LoadFailure.MISMATCH)
             first = piece.records[differ[0] * RECORD_BYTES :]
             key, block = first[:8].hex(), block_ids(first[:RECORD_BYTES])[0]
-            what = f"copied bytes differ from what it published (block {block}, key {key}...)"
-            who = self._attachments.name_of(piece.peer_epoch)
-            self._log_problem(
-                f"engine {piece.peer_epoch:016x}: {what}", logged=f"engine {who}: {what}"
-            )
+            self._log_problem(CoreLine.MISMATCH, block, key, of=piece.peer_epoch)
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
                 self._table.set_checksum(self._rank, target, checksum)
@@ -333,7 +326,7 @@ class RankLoad:
             try:
                 self._attachments.release(part.piece, self._load.lease_bit)
             except Exception as exc:  # any: the other pieces' leases are returned too
-                self._log_problem(f"leases could not be released; the exporter will: {exc}", exc)
+                self._log_problem(CoreLine.LEASES_NOT_RELEASED, exc)
         sync_point(SyncPoint.RELEASED)
 
     def _is_last(self) -> bool:
@@ -346,21 +339,30 @@ class RankLoad:
         try:
             return self._table.finish_ticket(self._load.ticket)
         except Exception as exc:  # any: leases that are held too long cost the exporter time
-            self._log_problem(f"a load's ticket cannot be counted: {exc}", exc)
+            self._log_problem(CoreLine.TICKET_FAILED, exc)
             return True
 
     def _count(self, counter: int, amount: int) -> None:
         if self._table is not None and amount:
             self._table.counters.add(counter, amount)
 
-    def _log_problem(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
-        """Record a problem as ``text`` in the own table, which has room for few characters, and in
-        the log, there as ``logged`` if that is given."""
-        if self._attachments.log_limit.allows(logged or text):
-            log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
+    def _log_problem(self, line: CoreLine, *about: object, of: Epoch | None = None) -> None:
+        """Log a problem with the engine ``of``, if it is with one, and record it in the own table.
+        The table has room for few characters: there the engine is its epoch."""
+        full = () if of is None else (self._attachments.name_of(of),)
+        short = () if of is None else (f"{of:016x}",)
+        if self._attachments.log_limit.allows(line, *full):
+            log.line(line, *full, *about, exc_info=_unforeseen(about))
         with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:
-                self._table.log_error(text)
+                text = str(line.fill(*short, *about))
+                self._table.log_error(text, code=ErrorCode.LOAD_FAILED)
+
+
+def _unforeseen(about: Iterable[object]) -> Exception | None:
+    """Return an error among ``about`` whose traceback says more than its text."""
+    errors = (each for each in about if isinstance(each, Exception))
+    return next((exc for exc in errors if not isinstance(exc, KvshmError)), None)
 
 
 def _path(part: _Part) -> CopyPath | None:

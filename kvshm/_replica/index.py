@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvshm import _native
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Epoch, LeaseBit
 from kvshm._base.log import logger
 from kvshm._shm.available_memory import check_available
@@ -267,7 +268,7 @@ class Replica(ReplicaReader):
             self._enlarge()
         except SegmentError as exc:
             self._grow_at = 2 * self.refused + 1
-            log.warning("%s is full and cannot grow: %s; new entries are refused", self.name, exc)
+            log.line(CoreLine.INDEX_FULL, self.name, exc)
             return False
         self._grow_at = 0
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import selectors
@@ -13,8 +14,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm._base.resources import start_thread
 from kvshm.errors import TransportError
 
@@ -110,8 +112,8 @@ class FdServer:
         self._max_kept = max_kept
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
-        self._log_limit = RateLimit(time.monotonic)
-        self._logged: set[str] = set()  # errors of the listener that were logged
+        self._log_limit = LogLimit()
+        self._listener_limit = LogLimit(math.inf)  # until the socket is made again
         self._closed = False
         self._next_check = time.monotonic() + CHECK_SECONDS
         # poll, not epoll: an epoll object would be shared with a forked child.
@@ -195,20 +197,19 @@ class FdServer:
                 return
             fresh, self._own = _listen(self.path)
         except (TransportError, OSError) as exc:
-            self._warn_once("%s", exc)
+            self._warn_once(CoreLine.NOT_SERVED, exc)
             return
         self._selector.unregister(self._listener)
         self._listener.close()
         self._listener = fresh
         self._selector.register(fresh, selectors.EVENT_READ)
-        self._logged.clear()
-        _log.warning("%s was removed or replaced, and is there again", self.path)
+        self._listener_limit.forget(CoreLine.NOT_SERVED, CoreLine.ACCEPT_FAILED)
+        _log.line(CoreLine.SOCKET_RESTORED, self.path)
 
-    def _warn_once(self, text: str, *about: object) -> None:
-        """Log a warning unless it was logged before, since the socket was made (again)."""
-        if (warning := text % about) not in self._logged:
-            self._logged.add(warning)
-            _log.warning("%s", warning)
+    def _warn_once(self, line: CoreLine, *about: object) -> None:
+        """Log a line unless it was logged before, since the socket was made (again)."""
+        if self._listener_limit.allows(line, *map(str, about)):
+            _log.line(line, *about)
 
     def _accept(self) -> None:
         try:
@@ -216,12 +217,12 @@ class FdServer:
         except BlockingIOError:
             return  # the peer closed before it was accepted
         except OSError as exc:
-            self._warn_once("cannot accept at %s: %s", self.path, exc)
+            self._warn_once(CoreLine.ACCEPT_FAILED, self.path, exc)
             time.sleep(0.1)  # out of descriptors: the listener stays readable
             return
         if (uid := peer_credentials(client).uid) != os.geteuid():
-            if self._log_limit.allows(f"uid {uid}"):
-                _log.warning("uid %d asked at %s: refused", uid, self.path)
+            if self._log_limit.allows(CoreLine.FOREIGN_USER, uid):
+                _log.line(CoreLine.FOREIGN_USER, uid, self.path)
             client.close()
             return
         if len(self._deadlines) >= MAX_CLIENTS:
@@ -243,11 +244,11 @@ class FdServer:
                 self._keep(client)
                 return
         except OSError as exc:
-            _log.debug("a peer left %s before its answer: %s", self.path, exc)
+            _log.line(CoreLine.PEER_HUNG_UP, self.path, exc)
         except Exception:
             # No request may end the thread; the peer sees the connection close without a reply.
-            if self._log_limit.allows("request"):
-                _log.exception("request at %s failed", self.path)
+            if self._log_limit.allows(CoreLine.REQUEST_FAILED):
+                _log.line(CoreLine.REQUEST_FAILED, self.path, exc_info=True)
         self._drop(client)
 
     def _keep(self, client: socket.socket) -> None:

@@ -27,12 +27,12 @@ Slot table: one per exporting engine and epoch
     192   | life u64 x 64: epoch while that rank's KV memory is valid       |
     704   | engine name, 64 bytes of UTF-8, zero padded                     |
     768   | model name, 256 bytes of UTF-8, zero padded                     |
-    1024  | counters u64 x 128 (ids: kvshm/_shm/counters.py)                |
-    2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
+    1024  | counters u64 x 128 (ids: kvshm/_shm/statistics.py)              |
+    2048  | error log: 16 x (n u32, code u32, first u64, last u64, 104 text)|
     4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
     6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
     6664  | reserved                                                        |
-    8192  | histograms: 32 x 320 bytes (ids: kvshm/_shm/histograms.py)      |
+    8192  | histograms: 32 x 320 bytes (ids: kvshm/_shm/statistics.py)      |
     18432 | traffic: 64 x 128 bytes, one per peer and path (below)          |
     26624 | loops: 67 x 24 bytes (below)                                    |
     28232 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
@@ -128,7 +128,7 @@ from typing import NamedTuple, cast
 
 from kvshm._base.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0

@@ -17,7 +17,8 @@ from kvshm import _native
 from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.errors import SegmentError
 
-from .counters import PUBLISHED, RETRACTED, Counters
+from .counters import Counters
+from .error_log import ErrorCode
 from .histograms import Histograms
 from .layout import (
     CREATED_OFFSET,
@@ -49,6 +50,7 @@ from .layout import (
 from .progress import CLIENT, SCHEDULER, OwnProgress
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
+from .statistics import PUBLISHED, RETRACTED
 from .table_header import FIXED, NAMES, Clock, seconds_left
 from .traffic import OwnTraffic
 
@@ -133,9 +135,10 @@ class EngineSlotTable(SlotTableView):
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
 
-    def log_error(self, text: str) -> None:
-        """Record an error for tools, which can read it even after this process has ended."""
-        self._errors.add(text, self._clock())
+    def log_error(self, *about: str, code: ErrorCode = ErrorCode.OTHER) -> None:
+        """Record an error for tools, which can read it even after this process has ended.
+        ``about``: what the places of the code's text stand for."""
+        self._errors.add(code, about, self._clock())
 
     def close(self) -> None:
         self._pulse = None

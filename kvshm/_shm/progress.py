@@ -14,9 +14,9 @@ from typing import NamedTuple
 from kvshm import _native
 from kvshm._base.time_namespace import UNKNOWN, clock_offset_ns
 
-from .histograms import Histogram
 from .layout import LOOP_BYTES, LOOPS_OFFSET
 from .segment import Segment
+from .statistics import Histogram
 
 SCHEDULER_LOOP = "scheduler"
 SCHEDULER = 0

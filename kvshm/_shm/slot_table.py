@@ -24,7 +24,6 @@ from kvshm._base import (
 from kvshm._base.ids import BlockHash, Generation, LeaseBit, Rank
 from kvshm.errors import CorruptSegment
 
-from .counters import SWEPT
 from .layout import (
     GENERATION_SHIFT,
     KEPT_UNTIL_OFFSET,
@@ -42,6 +41,7 @@ from .layout import (
 )
 from .progress import COORDINATOR, OwnProgress
 from .segment import Segment, check_header
+from .statistics import SWEPT
 from .table_header import WRAP_SECONDS, TableHeader
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)

@@ -13,31 +13,12 @@ from typing import NamedTuple
 from kvshm._base.copy_path import PATHS, CopyPath
 from kvshm._base.ids import Epoch
 
-from . import histograms as h
 from .layout import NUM_TRAFFIC_ROWS, TRAFFIC_OFFSET, TRAFFIC_ROW_BYTES
 from .segment import Segment
 
 NAME_BYTES = 32
 _ROW = struct.Struct(f"<{NAME_BYTES}sQQQQQQQQQ24x")
 assert _ROW.size == TRAFFIC_ROW_BYTES
-
-
-IMPORT_TIMES = dict(
-    zip(
-        PATHS,
-        (
-            h.IMPORT_OWN,
-            h.IMPORT_SAME_GPU,
-            h.IMPORT_SHM,
-            h.IMPORT_NVLINK,
-            h.IMPORT_PCIE,
-            h.IMPORT_STAGED,
-            h.IMPORT_OTHER,
-        ),
-        strict=True,
-    )
-)
-"""The histogram of the loads on each path."""
 
 
 class Traffic(NamedTuple):

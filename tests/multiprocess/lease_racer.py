@@ -17,10 +17,10 @@ from collections import Counter
 from pathlib import Path
 
 from kvshm._base.ids import BlockHash, BlockId, Generation, LeaseBit, Rank
-from kvshm._shm.counters import DRAINED
 from kvshm._shm.layout import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.slot_table import PeerSlotTable, SlotTableView
+from kvshm._shm.statistics import DRAINED
 
 BLOCK_BYTES = 1 << 15
 RANK = Rank(0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvshm._node.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, EngineGone, Join, encode
-from kvshm._shm.counters import BAD_MESSAGES
+from kvshm._shm.statistics import BAD_MESSAGES
 
 from .scripted import Script
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._shm.counters import LEASES_TAKEN, PUBLISHED, RETRACTED
 from kvshm._shm.layout import TICKETS_OFFSET
 from kvshm._shm.segment import TABLE_KIND
 from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.statistics import LEASES_TAKEN, PUBLISHED, RETRACTED
 from kvshm.tools.check import check
 
 from .processes import Managed, Node, fresh_node, wait_until

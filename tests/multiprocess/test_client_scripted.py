@@ -24,7 +24,7 @@ from kvshm._node.protocol import (
     Tick,
 )
 from kvshm._node.updates import EventBatches, Update
-from kvshm._shm.counters import BAD_MESSAGES, EVENTS_DROPPED
+from kvshm._shm.statistics import BAD_MESSAGES, EVENTS_DROPPED
 
 from .processes import PATIENCE_SECONDS
 from .scripted import HASTY, Script, engine_info

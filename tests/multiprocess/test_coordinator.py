@@ -9,8 +9,8 @@ import pytest
 
 from kvshm._base.ids import Rank
 from kvshm._base.rundir import rank_socket, tables_socket
-from kvshm._shm.counters import SWEPT
 from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.statistics import SWEPT
 
 from .engines import FakeEngine, hear_everything, in_turn
 from .processes import Node, leave_socket, wait_until

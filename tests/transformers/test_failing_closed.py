@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import Any
 
 import pytest
+
+from kvshm._base.log import LogLimit
 
 pytest.importorskip("transformers")
 
@@ -41,7 +44,7 @@ pytestmark = pytest.mark.multiprocess
 def lenient(manager: MakeManager, monkeypatch: pytest.MonkeyPatch) -> MakeManager:
     """Managers as in production: nothing is raised."""
     monkeypatch.setenv("KVSHM_STRICT", "0")
-    monkeypatch.setattr(boundary, "_logged", set())
+    monkeypatch.setattr(boundary, "_log_limit", LogLimit(math.inf))
     return manager
 
 

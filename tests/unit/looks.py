@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from kvshm._base.copy_path import CopyPath
 from kvshm._base.ids import Epoch
-from kvshm._shm import counters, histograms
 from kvshm._shm.histograms import NO_VALUES
 from kvshm._shm.progress import Progress
+from kvshm._shm.statistics import Counter, Histogram
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading, NodeReading
 
 SECOND = 1_000_000_000
 START_NS = 1000 * SECOND
 """CLOCK_MONOTONIC, and CLOCK_REALTIME, of second 0 of a node."""
-ALL_COUNTERS = {counter.label: 0 for counter in counters.REGISTRY.values()}
-NOTHING_OBSERVED = {h.label: NO_VALUES for h in histograms.REGISTRY.values()}
+ALL_COUNTERS = {counter.label: 0 for counter in Counter.REGISTRY.values()}
+NOTHING_OBSERVED = {h.label: NO_VALUES for h in Histogram.REGISTRY.values()}
 
 
 def copied(

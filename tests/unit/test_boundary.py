@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from kvshm._base.log import LogLimit
 from kvshm.errors import MemoryInUse, TransportError
 from kvshm.hooks import boundary
 from kvshm.hooks.boundary import guarded
@@ -46,7 +49,7 @@ def test_what_fails_in_every_step_is_logged_once(
         def other_hook(self) -> None:
             raise RuntimeError("a bug")
 
-    monkeypatch.setattr(boundary, "_logged", set())
+    monkeypatch.setattr(boundary, "_log_limit", LogLimit(math.inf))
     hooks = Broken()
     with caplog.at_level("ERROR", "vllm.kvshm"):
         for _ in range(100):

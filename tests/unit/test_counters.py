@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm._base.ids import Epoch, Fingerprint
-from kvshm._shm import counters
-from kvshm._shm.counters import PUBLISHED, REGISTRY, Counter
+from kvshm._shm import statistics
 from kvshm._shm.layout import NUM_COUNTERS
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.statistics import PUBLISHED, Counter
 
 from .served import AnyTable, again
 
@@ -31,7 +31,7 @@ def table() -> Iterator[AnyTable]:
 
 def test_ids_are_never_renumbered() -> None:
     """Tools of one version read tables of another: a number below may be added, not changed."""
-    assert {counter.label: int(counter) for counter in REGISTRY.values()} == {
+    assert {counter.label: int(counter) for counter in Counter.REGISTRY.values()} == {
         "published": 0, "retracted": 1, "drained": 2, "forced": 3, "drain_wait_us": 4,
         "events_sent": 5, "events_dropped": 6, "events_unheard": 7, "kept": 8,
         "prompt_tokens_local": 9, "prompt_tokens_peer": 10, "prompt_tokens_computed": 11,
@@ -52,8 +52,8 @@ def test_ids_are_never_renumbered() -> None:
 
 
 def test_every_counter_is_explained_and_named_after_its_label() -> None:
-    for counter in REGISTRY.values():
-        assert getattr(counters, counter.label.upper()) is counter
+    for counter in Counter.REGISTRY.values():
+        assert getattr(statistics, counter.label.upper()) is counter
         assert counter.meaning[0].isupper()
         assert counter.meaning.endswith(".")
     assert repr(PUBLISHED) == "<Counter 0 published>"
@@ -67,7 +67,7 @@ def test_an_id_is_given_once(number: int) -> None:
 
 def test_counters_are_read_by_label_from_another_mapping(table: AnyTable) -> None:
     table.counters.add(PUBLISHED)
-    table.counters.add(counters.HOOK_ERRORS, 2**33)
+    table.counters.add(statistics.HOOK_ERRORS, 2**33)
     reader = again(table, SlotTableView)
     snapshot = reader.counters.snapshot()
     assert (snapshot["published"], snapshot["hook_errors"]) == (1, 2**33)
@@ -87,7 +87,7 @@ def test_only_known_counters_count_and_only_upwards(table: AnyTable) -> None:
 
 ADD = """
 import sys
-from kvshm._shm.counters import PUBLISHED
+from kvshm._shm.statistics import PUBLISHED
 from kvshm._shm.own_slot_table import RankSlotTable
 table = RankSlotTable.from_fd("table", int(sys.argv[1]))
 for _ in range(20_000):

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
-from kvshm._shm.counters import (
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.statistics import (
     BYTES_COPIED,
     IMPORTED_TOKENS,
     LOADS_FAILED,
@@ -20,7 +21,6 @@ from kvshm._shm.counters import (
     LOOKUP_HITS,
     LOOKUPS,
 )
-from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools import dump_index
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, build_report

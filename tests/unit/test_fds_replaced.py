@@ -31,7 +31,6 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
-    monkeypatch.setattr("kvshm._shm.fd_server.RateLimit.allows", lambda self, text: True)
     looks = []
     monkeypatch.setattr(FdServer, "_select_timeout", lambda self: looks.append(1) or 0.02)
     monkeypatch.setattr("kvshm._shm.fd_server.CHECK_SECONDS", 3600.0)
@@ -44,8 +43,8 @@ def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch,
     until(lambda: len(looks) > 5)
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [
-        f"kvshm: {path}: cannot serve descriptors here: Is a directory; remove what lies there, "
-        "or make room in that directory"
+        f"kvshm: a socket cannot be made again: {path}: cannot serve descriptors here: Is a "
+        "directory; remove what lies there, or make room in that directory"
     ]
     os.rmdir(path)
     until(lambda: listens(path))

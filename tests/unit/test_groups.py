@@ -14,7 +14,6 @@ from kvshm._engine.marks import Marks, Run, blocks_of
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers
 from kvshm._replica.index import ApplyResult, Replica
 from kvshm._replica.index_layout import tag_in_group
-from kvshm._shm.counters import MISS_NO_OWNER, MISS_QUARANTINED
 from kvshm._shm.layout import (
     TABLE_HEADER_BYTES,
     BlockRecord,
@@ -24,6 +23,7 @@ from kvshm._shm.layout import (
     unpack_records,
 )
 from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.statistics import MISS_NO_OWNER, MISS_QUARANTINED
 from kvshm.tools.check import check_once
 
 from .dumps import Node, chain_of, hash_of

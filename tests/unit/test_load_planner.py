@@ -29,7 +29,8 @@ from kvshm._engine.load_planner import PLAN_SECONDS, LoadResult
 from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._node.peer import Peer, PlannedRun
 from kvshm._node.protocol import RankInfo
-from kvshm._shm.counters import (
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.statistics import (
     COMPUTING_US,
     IMPORTED_BLOCKS,
     MEASURED_US,
@@ -38,7 +39,6 @@ from kvshm._shm.counters import (
     MISS_TOO_SHORT,
     TRIED,
 )
-from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.config import Config
 from kvshm.interfaces import Region
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import logging
+import math
+import threading
 from pathlib import Path
 
 import pytest
 
-from kvshm._base.log import engine_name, logger
+from kvshm._base.core_lines import CoreLine
+from kvshm._base.log import LogLimit, engine_name, logger
 from kvshm._base.log_format import MAX_MESSAGE
 
 from .coordinators import engine
+from .exporters import Clock
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +38,64 @@ def test_each_line_begins_with_kvshm(caplog: pytest.LogCaptureFixture) -> None:
     assert {record.name for record in caplog.records} == {"vllm.kvshm._node.peers"}
     assert {record.filename for record in caplog.records} == {"test_log.py"}
     assert "ValueError: no" in caplog.text
+
+
+def test_a_listed_line_has_its_level_or_another_and_the_place_of_its_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logger("kvshm._node.peers")
+    log.line(CoreLine.PEER_DIED, "vllm-7")
+    log.line(CoreLine.PEER_JOINED, "vllm-7", level=logging.ERROR)
+    log.filled(CoreLine.PEER_GONE.fill("vllm-7", "killed"))
+    assert [(r.levelno, r.message, r.filename) for r in caplog.records] == [
+        (logging.WARNING, "kvshm: engine vllm-7 has died", "test_log.py"),
+        (logging.ERROR, "kvshm: engine vllm-7 joined", "test_log.py"),
+        (logging.INFO, "kvshm: engine vllm-7 is gone: killed", "test_log.py"),
+    ]
+
+
+def test_a_line_of_one_kind_comes_once_in_its_time() -> None:
+    clock = Clock()
+    limit = LogLimit(60.0, clock)
+    assert limit.allows(CoreLine.PEER_DIED, "a")
+    assert limit.allows(CoreLine.PEER_DIED, "b")
+    assert limit.allows(CoreLine.PEER_JOINED, "a")
+    clock.now += 59.0
+    assert not limit.allows(CoreLine.PEER_DIED, "a")
+    clock.now += 1.0
+    assert limit.allows(CoreLine.PEER_DIED, "a")
+    assert not limit.allows(CoreLine.PEER_DIED, "a")
+
+
+def test_a_line_that_comes_once_for_good_may_come_again_once_it_is_forgotten() -> None:
+    limit = LogLimit(math.inf)
+    lines = CoreLine.NOT_SERVED, CoreLine.ACCEPT_FAILED
+    assert [limit.allows(line, "why") for line in lines * 2] == [True, True, False, False]
+    limit.forget(CoreLine.NOT_SERVED)
+    assert [limit.allows(line, "why") for line in lines] == [True, False]
+
+
+def test_a_limit_remembers_a_bounded_number_of_kinds() -> None:
+    limit = LogLimit(math.inf, most=3)
+    assert all(limit.allows(CoreLine.PEER_DIED, name) for name in "abcd")
+    assert not any(limit.allows(CoreLine.PEER_DIED, name) for name in "bcd")
+    assert limit.allows(CoreLine.PEER_DIED, "a")
+
+
+def test_of_threads_that_log_one_line_at_once_one_does() -> None:
+    limit, allowed = LogLimit(math.inf), []
+    start = threading.Barrier(8)
+
+    def log_all() -> None:
+        start.wait(10)
+        allowed.extend(n for n in range(200) if limit.allows(CoreLine.PEER_DIED, n))
+
+    threads = [threading.Thread(target=log_all) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(allowed) == list(range(200))
 
 
 def test_an_engine_is_named_with_epoch_and_pid() -> None:

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvshm._base.copy_path import PATHS, CopyPath
+from kvshm._base.copy_path import CopyPath
 from kvshm._base.ids import Epoch
 from kvshm._node import incompatible
 from kvshm._node.protocol import PROTOCOL_VERSION, IncompatibleEngine
-from kvshm._shm import counters, histograms
-from kvshm._shm.error_log import LoggedError
-from kvshm._shm.histograms import HOOKS, NO_VALUES, Distribution
+from kvshm._shm.error_log import ErrorCode, LoggedError
+from kvshm._shm.histograms import NO_VALUES, Distribution
 from kvshm._shm.layout import LAYOUT_VERSION, NUM_BUCKETS
 from kvshm._shm.progress import Progress
+from kvshm._shm.statistics import Counter, Histogram
 from kvshm._shm.traffic import Traffic
-from kvshm.tools.metrics import definitions
 from kvshm.tools.metrics.command import as_json
 from kvshm.tools.metrics.definitions import ENGINE, LEFT_OUT, METRICS, Kind
 from kvshm.tools.metrics.exposition import as_text
@@ -63,8 +62,8 @@ HEALTHY = EngineReading(
     lease_bit=0,
     created_ns=UNIX - 9 * 10**9,
     blocks=Blocks(10, ready=5, draining=2, leased=3, distinct=4, last_copies=1),
-    counters=dict.fromkeys((c.label for c in counters.REGISTRY.values()), 0),
-    histograms={h.label: NO_VALUES for h in histograms.REGISTRY.values()},
+    counters=dict.fromkeys((c.label for c in Counter.REGISTRY.values()), 0),
+    histograms={h.label: NO_VALUES for h in Histogram.REGISTRY.values()},
     traffic=(),
     progress=(Progress("scheduler", 2, NOW - 10**9, idles=True), Progress("client", 0, 0, False)),
     coordinator_ns=NOW,
@@ -91,8 +90,8 @@ def found(name: str, *engines: EngineReading, **changed: Any) -> dict[tuple[str,
 
 def test_each_counter_and_histogram_is_shown_once_or_left_out_with_a_reason() -> None:
     shown = [label for metric in METRICS.values() for label in metric.shows]
-    known = [c.label for c in counters.REGISTRY.values()]
-    known += [h.label for h in histograms.REGISTRY.values()]
+    known = [c.label for c in Counter.REGISTRY.values()]
+    known += [h.label for h in Histogram.REGISTRY.values()]
     assert sorted([*shown, *LEFT_OUT]) == sorted(known)
 
 
@@ -103,18 +102,20 @@ def test_names_are_as_prometheus_wants_them() -> None:
         assert metric.help[-1] == "."
         assert len(set(metric.labels)) == len(metric.labels)
         assert not {"epoch", "hash", "request", "pid"} & {*metric.labels}
-    assert definitions.PATHS == PATHS
-    assert tuple(HOOKS) == definitions.HOOKS
-    assert {f"miss_{reason}" for reason in definitions.MISSES} == {
-        c.label for c in counters.REGISTRY.values() if c.label.startswith("miss_")
-    }
 
 
-# -- values
+def test_the_help_of_a_metric_of_one_statistic_is_the_meaning_of_that() -> None:
+    known = {each.label: each for kind in (Counter, Histogram) for each in kind.REGISTRY.values()}
+    alone = [metric for metric in METRICS.values() if [*metric.shows.values()] == [""]]
+    assert len(alone) > 30
+    for metric in alone:
+        (label,) = metric.shows
+        assert metric.help == known[label].meaning
+        assert metric.name.endswith("_seconds_total") == (metric.scale == 1e-6)
 
 
 def test_each_counter_has_its_value_at_its_labels() -> None:
-    numbers = {c.label: 100 + c for c in counters.REGISTRY.values()}
+    numbers = {c.label: 100 + c for c in Counter.REGISTRY.values()}
     samples = samples_of(node(replace(HEALTHY, counters=numbers)), UNIX)
     for metric in METRICS.values():
         if metric.kind is Kind.COUNTER:
@@ -131,7 +132,7 @@ def test_each_counter_has_its_value_at_its_labels() -> None:
 
 
 def test_each_histogram_has_its_values_at_its_labels() -> None:
-    given = {h.label: values(**{f"b{12 + h}": 1 + h}) for h in histograms.REGISTRY.values()}
+    given = {h.label: values(**{f"b{12 + h}": 1 + h}) for h in Histogram.REGISTRY.values()}
     samples = samples_of(node(replace(HEALTHY, histograms=given)), UNIX)
     for metric in METRICS.values():
         for label, value in metric.shows.items() if metric.kind is Kind.HISTOGRAM else ():
@@ -265,8 +266,9 @@ def test_what_a_replica_lacks_and_who_is_suspected() -> None:
 
 def test_engines_of_one_model_that_cannot_share_are_refused_by_the_field_that_differs() -> None:
     differs = IncompatibleEngine("b", 8, {"kv_dtype": ("auto", "fp8"), "parallel": ("1", "2")})
-    entry = incompatible.error_log_entry(differs)
-    errors = (LoggedError(1, 0, 0, "cannot lease: is b"), LoggedError(1, 0, 0, entry))
+    about = incompatible.record(differs)
+    entry = LoggedError(1, 0, 0, "", ErrorCode.CANNOT_SHARE, about)
+    errors = (LoggedError(1, 0, 0, "cannot lease: is b"), entry)
     other = replace(HEALTHY, epoch=Epoch(2), name="b", label="b", fingerprint="ff")
     another = replace(other, epoch=Epoch(3), name="c", label="c", model="x")
     ended = replace(other, epoch=Epoch(4), name="d", label="d", owner_died=True)

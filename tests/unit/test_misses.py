@@ -15,12 +15,11 @@ from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
 from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
 from kvshm._node import incompatible
-from kvshm._node.incompatible import NO_BIT
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
-from kvshm._shm import counters as c
-from kvshm._shm.error_log import TEXT_BYTES
+from kvshm._shm import statistics as c
+from kvshm._shm.error_log import TEXT_BYTES, ErrorCode, LoggedError
 from kvshm._shm.own_slot_table import TableSpec
 
 from .exporters import OWN_EPOCH, Clock
@@ -68,7 +67,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
     clock.now += PERIOD_SECONDS - 1
     assert report.line(table) is None, "not yet"
     clock.now += 1
-    assert report.line(table) == (
+    assert str(report.line(table)) == (
         "last 60 s: 12 of 16 lookups found a prefix, 18,432 tokens imported, 3 loads failed; "
         "not imported: no owner 4"
     )
@@ -78,7 +77,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
     count(c.LOOKUP_HITS, 2)
     count(c.IMPORTED_TOKENS, 16)
     clock.now += PERIOD_SECONDS + 30
-    assert report.line(table) == "last 90 s: 2 of 2 lookups found a prefix, 16 tokens imported"
+    assert str(report.line(table)) == "last 90 s: 2 of 2 lookups found a prefix, 16 tokens imported"
 
 
 def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
@@ -87,7 +86,7 @@ def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
         table.counters.add(c.LOOKUPS, number)
         table.counters.add(reason, number)
     clock.now += PERIOD_SECONDS
-    assert report.line(table) == (
+    assert str(report.line(table)) == (
         "last 60 s: 0 of 91 lookups found a prefix; not imported: no peer 1, fingerprint 2, "
         "too short 3, too long 4, no owner 5, lease lost 6, quarantined 7, computing is cheaper 8, "
         "no room 9, request not shared 10, failed before 11, cache must not be read 12, "
@@ -110,7 +109,7 @@ def test_what_ends_in_a_minute_without_lookups_is_told(
     report = MinuteReport(clock)
     table.counters.add(counter)
     clock.now += PERIOD_SECONDS
-    assert report.line(table) == line
+    assert str(report.line(table)) == line
 
 
 def test_another_epochs_counters_begin_at_zero(
@@ -126,17 +125,27 @@ def test_another_epochs_counters_begin_at_zero(
     another.counters.add(c.LOOKUPS)
     another.counters.add(c.MISS_NO_PEER)
     clock.now += PERIOD_SECONDS
-    line = report.line(another)
+    line = str(report.line(another))
     assert line == "last 60 s: 0 of 1 lookups found a prefix; not imported: no peer 1"
     another.close()
 
 
+def recorded(other: IncompatibleEngine) -> str:
+    """What the slot table's error log says of an engine."""
+    return ErrorCode.CANNOT_SHARE.text(*incompatible.record(other))
+
+
+def logged(other: IncompatibleEngine) -> LoggedError:
+    code, about = ErrorCode.CANNOT_SHARE, incompatible.record(other)
+    return LoggedError(1, 1, 1, code.text(*about), code, about)
+
+
 def test_an_incompatible_engine_is_named_with_what_differs() -> None:
-    assert incompatible.log_line(OTHER) == (
+    assert str(incompatible.log_line(OTHER)) == (
         "engine vllm-7 (pid 7) cannot share with this one: "
         "dtype is bf16 here, f16 there; also weights"
     )
-    assert incompatible.error_log_entry(OTHER) == (
+    assert recorded(OTHER) == (
         "cannot share with vllm-7: dtype is bf16 here, f16 there; also weights"
     )
 
@@ -147,22 +156,24 @@ NAMES = ("a", "a: model is b", 'a"', "a\\", '"a": model is', "a:", "model is", "
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_no_part_of_what_is_read_from_an_entry(name: str) -> None:
     """Engines choose their names."""
-    entry = incompatible.error_log_entry(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
+    entry = logged(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
     assert incompatible.differing_field(entry, name) == "dtype"
     for other in set(NAMES) - {name}:
         assert incompatible.differing_field(entry, other) is None
-    assert incompatible.differing_field("cannot lease: is b", name) is None
-    assert entry.isprintable()
+    assert incompatible.differing_field(entry._replace(code=ErrorCode.OTHER), name) is None
+    torn = entry._replace(about=entry.about[:1])
+    assert incompatible.differing_field(torn, name) == ""
+    assert entry.text.isprintable()
 
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
     many = dict.fromkeys(FIELDS, ("1" * 999, "1" * 500 + "2"))
-    line = incompatible.log_line(IncompatibleEngine("x", 1, many))
+    line = str(incompatible.log_line(IncompatibleEngine("x", 1, many)))
     assert all(name in line for name in FIELDS)
     assert len(line) < 700
     endless = IncompatibleEngine("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
-    assert len(incompatible.log_line(endless)) < 700
-    assert incompatible.log_line(endless).endswith("...")
+    assert len(str(incompatible.log_line(endless))) < 700
+    assert str(incompatible.log_line(endless)).endswith("...")
 
 
 @pytest.mark.parametrize("same", [0, 5, 90])
@@ -174,7 +185,7 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
     ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
     differing = {"batch_invariant": (ours, theirs)}
     differing |= {f"field{i}": ("1", "2") for i in range(others)}
-    text = incompatible.error_log_entry(IncompatibleEngine(name, 4194304, differing))
+    text = recorded(IncompatibleEngine(name, 4194304, differing))
     assert len(text) <= TEXT_BYTES
     if len(name) < 20:
         assert "1 here, " in text
@@ -184,10 +195,10 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
 def test_versions_are_shown_whole_or_from_their_beginning() -> None:
     differing = {"engine": ("vllm 0.33.0+cpu", "vllm 0.32.0"), "execution": ("1", "2")}
     differing["layers"] = ("1", "2")
-    said = incompatible.error_log_entry(IncompatibleEngine("vllm-20710", 20710, differing))
+    said = recorded(IncompatibleEngine("vllm-20710", 20710, differing))
     assert ": engine is vllm 0.33.0+cpu here, vllm 0.32.0 there; also execution layers" in said
     differing["engine"] = ("vllm 0.33.0+cpu.local", "vllm 0.32.0+cpu")
-    said = incompatible.error_log_entry(IncompatibleEngine("vllm-20710", 20710, differing))
+    said = recorded(IncompatibleEngine("vllm-20710", 20710, differing))
     assert ": engine is vllm 0.33.0+" in said, said
 
 
@@ -196,14 +207,14 @@ def test_adapters_are_named_before_the_weights_that_differ_by_them() -> None:
     for number, of_one in enumerate(fields):
         of_one |= {"weights": f"{number}" * 64, "lora": "off,rank=16"[4 * number :]}
     other = IncompatibleEngine("vllm-25181", 7, differences(*fields))
-    said = incompatible.error_log_entry(other)
+    said = recorded(other)
     assert said.endswith("; also weights"), said
     assert said.startswith("cannot share with vllm-25181: lora is ")
 
 
 def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
     differing = {"weights": ("1" * 64, "2" * 64), "execution": ("1", "2"), "layout": ("1", "2")}
-    said = incompatible.error_log_entry(IncompatibleEngine("vllm-25181", 7, differing))
+    said = recorded(IncompatibleEngine("vllm-25181", 7, differing))
     assert said.endswith(f"{'2' * 12} there; also execution layout"), said
 
 
@@ -270,7 +281,7 @@ def test_both_sides_say_it_once_and_note_it(
         late = IncompatibleEngine("vllm-8", 8, {"block_size": ("16", "32")})
         handler.apply(new(late))
     assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in (OTHER, late)]
-    noted = {incompatible.error_log_entry(OTHER): 2, incompatible.error_log_entry(late): 1}
+    noted = {recorded(OTHER): 2, recorded(late): 1}
     assert {e.text: e.times for e in table.errors()} == noted
     assert peers.num_incompatible == 1
     handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, num_incompatible=2))
@@ -301,7 +312,6 @@ def test_of_very_many_incompatible_engines_the_latest_are_remembered_as_named(
             LINE_LIMIT.reset()  # they come over hours
             handler.apply(new(other))
     assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in others]
-    assert len(handler._logged) == MAX_REMEMBERED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
@@ -370,7 +380,9 @@ def test_one_that_joins_without_a_lease_bit_leaves_word_for_tools(
             )
         )  # fmt: skip
         assert state.table.lease_bit == bit
-    assert [(error.text, error.times) for error in state.table.errors()] == [(NO_BIT, 1)]
+    assert [(error.code, error.times) for error in state.table.errors()] == [
+        (ErrorCode.NO_LEASE_BIT, 1)
+    ]
 
 
 def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvshm._base.ids import Epoch
-from kvshm._node.incompatible import NO_BIT
-from kvshm._shm.error_log import LoggedError
+from kvshm._shm.error_log import ErrorCode, LoggedError
 from kvshm._shm.progress import Progress
 from kvshm.tools.node.health import (
     CANNOT_TELL,
@@ -108,7 +107,8 @@ def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said()
 
 
 def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
-    refusal = LoggedError(3, 1, 2, "refused: upgrade kvshm in the coordinator's environment")
+    text = "refused: upgrade kvshm in the coordinator's environment"
+    refusal = LoggedError(3, 1, 2, text, ErrorCode.REFUSED)
     health = found(joined=False, errors=(refusal,))
     assert health.state is State.DEGRADED
     assert health.reasons == (f"it is not in the coordinator's roster: {refusal.text}",)
@@ -116,9 +116,10 @@ def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
 
 
 def test_an_engine_without_a_lease_bit_is_degraded() -> None:
-    told = LoggedError(1, 1, 2, NO_BIT)
+    text = ErrorCode.NO_LEASE_BIT.text()
+    told = LoggedError(1, 1, 2, text, ErrorCode.NO_LEASE_BIT)
     assert found(lease_bit=None).state is State.HEALTHY, "it may be about to get one"
-    assert found(lease_bit=None, errors=(told,)).reasons == (NO_BIT,)
+    assert found(lease_bit=None, errors=(told,)).reasons == (text,)
     assert found(lease_bit=3, errors=(told,)).state is State.HEALTHY
 
 
@@ -232,7 +233,11 @@ def test_other_faults_are_named() -> None:
 
 def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_field() -> None:
     text = "cannot share with other: dtype is bfloat16 here, float32 there"
-    errors = (LoggedError(1, 1, 1, text), LoggedError(1, 1, 1, "cannot share with x: model is a"))
+    code = ErrorCode.CANNOT_SHARE
+    errors = (
+        LoggedError(1, 1, 1, text, code, ("other", "dtype", "is bfloat16 here, float32 there")),
+        LoggedError(1, 1, 1, "cannot share with x: model is a", code, ("x", "model", "is a")),
+    )
     other = replace(ENGINE, epoch=Epoch(2), name="other", fingerprint="11")
     assert found(replace(SPACE, engines=(ENGINE, other)), errors=errors).reasons == (
         f"shares with nobody here: {text}",

@@ -10,9 +10,9 @@ import pytest
 
 from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
 from kvshm._base.time_namespace import clock_offset_ns
-from kvshm._shm.counters import HOOK_ERRORS
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.progress import COORDINATOR, SCHEDULER, OwnProgress
+from kvshm._shm.statistics import HOOK_ERRORS
 from kvshm.tools.node.mapped import REPLICA_SECONDS
 from kvshm.tools.node.reader import ENDED_SECONDS, NodeReader
 from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading

@@ -1,12 +1,11 @@
-"""docs/operations.md lists every line that kvshm's engines and the coordinator log, and every
-reason for which an engine does not share."""
+"""docs/operations.md lists every event that the coordinator logs, and every reason for which an
+engine does not share."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
-SEVERITY = {
-    "error": "Errors",
-    "exception": "Errors",
-    "warning": "Warnings",
-    "_log_problem": "Warnings",
-    "say": "Warnings",
-    "_say": "Warnings",
-    "_warn_once": "Warnings",
-    "info": "Information",
-    "_log_once": "Information",
-    "debug": "Debug",
-}
-"""By the function that logs."""
-LEVELS = {*SEVERITY, "log", "Limit", "Notice"}
 EVENTS = {"Log", "report", "write", "_write", "_record", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
@@ -48,11 +33,6 @@ def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
                     yield node
 
 
-def listed_under(heading: str) -> set[str]:
-    section = re.split(r"^###? ", PAGE.partition(f"\n### {heading}\n")[2], flags=re.MULTILINE)[0]
-    return set(re.findall(r"`([^`\n]+)`", section))
-
-
 def pattern(argument: ast.expr) -> str | None:
     """Return a line with … for what varies, None if all of it varies."""
     match argument:
@@ -63,28 +43,6 @@ def pattern(argument: ast.expr) -> str | None:
         case _:
             return None
     return None if text == "…" else text
-
-
-def severity(call: ast.Call) -> str | None:
-    """How severe a call's line is: the heading it stands under; None if the call does not say."""
-    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    given = {arg.attr for arg in call.args if isinstance(arg, ast.Attribute)}
-    if name in {"log", "Limit"}:
-        return None
-    if "INFO" in given:
-        return "Information"
-    return "Warnings" if "WARNING" in given else SEVERITY[name]
-
-
-@cache
-def lines() -> dict[str, set[str | None]]:
-    """Every line of an engine, with the headings that it belongs under."""
-    found: dict[str, set[str | None]] = {}
-    for call in calls(ENGINE, LEVELS):
-        for line in map(pattern, call.args[:2]):
-            if line is not None and " " in line:
-                found.setdefault(line, set()).add(severity(call))
-    return found
 
 
 def reasons() -> set[str]:
@@ -116,14 +74,6 @@ def events() -> set[str]:
     return {str(event) for event in strings}
 
 
-@pytest.mark.parametrize("line", sorted(lines()))
-def test_page_lists_line_of_an_engine_by_severity(line: str) -> None:
-    opening = line.removesuffix("…")  # the rest comes from another call, which is found too
-    for heading in lines()[line]:
-        listed = LISTED if heading is None else listed_under(heading)
-        assert any(each.startswith(opening) or each.endswith(f" {line}") for each in listed)
-
-
 @pytest.mark.parametrize("reason", sorted(reasons()))
 def test_page_lists_reason_for_not_sharing(reason: str) -> None:
     assert any(listed.startswith(reason.split(".…")[0]) for listed in LISTED)
@@ -134,8 +84,7 @@ def test_page_lists_event_of_the_coordinator(event: str) -> None:
     assert event in LISTED
 
 
-def test_lines_are_found_in_the_source() -> None:
-    assert len(lines()) > 30
+def test_reasons_and_events_are_found_in_the_source() -> None:
     assert len(reasons()) > 30
     assert "the model is a pooling model" in reasons()
     assert {"join", "death", "suspected", "garbled"} <= events()

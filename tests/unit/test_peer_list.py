@@ -26,7 +26,9 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def complaints(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(peer_list.log, "warning", lambda text, *about: told.append(text % about))
+    monkeypatch.setattr(
+        peer_list.log, "line", lambda line, *about: told.append(str(line.fill(*about)))
+    )
     return told
 
 

@@ -13,13 +13,13 @@ import pytest
 from kvshm._node.peers import Peers, PeersStats
 from kvshm._node.protocol import EngineInfo
 from kvshm._replica import index
-from kvshm._shm.counters import MISS_NO_OWNER
 from kvshm._shm.layout import (
     NUM_ROWS,
     BlockRecord,
     pack_records,
     unpack_records,
 )
+from kvshm._shm.statistics import MISS_NO_OWNER
 
 from .exporters import (
     HASHES,

@@ -10,8 +10,8 @@ from kvshm._base.timing import TIMING
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers, PeersStats
 from kvshm._node.protocol import EngineInfo
 from kvshm._replica.index import StaleRecords
-from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
 from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
 from .pulsing import pulsing

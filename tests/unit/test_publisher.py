@@ -9,8 +9,8 @@ from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.marks import Marks
 from kvshm._engine.publisher import Publisher
 from kvshm._node.peers import Peers
-from kvshm._shm.counters import DRAINED, FORCED
 from kvshm._shm.layout import RecordKind, SlotState, unpack_records
+from kvshm._shm.statistics import DRAINED, FORCED
 
 from .exporters import HASHES, NUM_BLOCKS, Make
 from .served import AnyTable

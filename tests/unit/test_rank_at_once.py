@@ -13,8 +13,8 @@ from kvshm._base.ids import Rank
 from kvshm._base.syncpoints import SyncPoint
 from kvshm._engine.load_plan import LoadFailure
 from kvshm._rank.rank_half import RankHalf
-from kvshm._shm.counters import LOADS_TOO_LATE
 from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import LOADS_TOO_LATE
 from kvshm.errors import CorruptSegment, MemoryInUse
 from kvshm.interfaces import CopyState
 

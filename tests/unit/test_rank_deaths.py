@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvshm._base.ids import Rank
-from kvshm._base.log import REPEAT_SECONDS, RateLimit
+from kvshm._base.log import REPEAT_SECONDS, LogLimit
 from kvshm._engine.load_plan import LoadFailure, LoadReport
 from kvshm._node.peer_list import PeerList, PeerListReader
 from kvshm._node.protocol import EngineInfo, RankInfo
@@ -336,7 +336,7 @@ def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     peer = exporter()
-    monkeypatch.setattr(attachments, "log_limit", RateLimit(clock))
+    monkeypatch.setattr(attachments, "log_limit", LogLimit(clock=clock))
     monkeypatch.setattr(attachments, "find", refuse)
     for _ in range(100):
         assert RankLoad(load_of(piece_of(peer, 1)), attachments, table).advance()

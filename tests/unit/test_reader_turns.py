@@ -8,8 +8,8 @@ import pytest
 from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
 from kvshm._base.rundir import engine_socket
 from kvshm._node.handout import Handouts
-from kvshm._shm.counters import PUBLISHED
 from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.statistics import PUBLISHED
 from kvshm.errors import SegmentNotReady, TransportError
 from kvshm.tools.node.mapped import ASK_AGAIN_SECONDS
 from kvshm.tools.node.reader import NodeReader

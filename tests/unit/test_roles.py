@@ -73,7 +73,7 @@ GIVES = {
 HEAD = """
 from kvshm._base.ids import Epoch, LeaseBit, Rank
 from kvshm._node.handout import Handouts
-from kvshm._shm.counters import PUBLISHED
+from kvshm._shm.statistics import PUBLISHED
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 spec: TableSpec

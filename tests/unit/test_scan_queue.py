@@ -14,7 +14,7 @@ from kvshm._node.event_order import EventOrder, Verdict
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
 from kvshm._node.scan_queue import BURST_SCANS, ScanQueue
-from kvshm._shm.counters import RESYNCS
+from kvshm._shm.statistics import RESYNCS
 
 from .exporters import Clock, Exporter, Make, offered
 

@@ -11,7 +11,7 @@ from kvshm._engine import publisher as module
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.publisher import DRAIN_POLL_SECONDS, Publisher
 from kvshm._node.peers import Peers
-from kvshm._shm.counters import FORCED
+from kvshm._shm.statistics import FORCED
 
 from .exporters import Clock, Exporter, Make
 

@@ -135,7 +135,7 @@ def test_errors_are_kept_apart_and_counted(table: AnyTable, clock: Clock) -> Non
     reader = again(table, SlotTableView)
     long, failed = reader.errors()
     reader.close()
-    assert failed == (2, 1_000_000_000, 1_000_000_010, "copy failed")
+    assert failed[:4] == (2, 1_000_000_000, 1_000_000_010, "copy failed")
     assert long.text == "é" * 52
 
 

@@ -24,7 +24,7 @@ from local_node import Node
 from vllm.v1.worker import gpu_worker
 
 from kvshm import _native
-from kvshm._shm.counters import STILL_MAPPED
+from kvshm._shm.statistics import STILL_MAPPED
 from kvshm.hooks.vllm import sleeping
 from kvshm.hooks.vllm import worker_side as worker_module
 from kvshm.hooks.vllm.identity.weights import weights_digest

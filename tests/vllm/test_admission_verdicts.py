@@ -92,8 +92,8 @@ def test_what_follows(
     assert str(refusal) in str(made.refusal)
     assert (made.notice is None) == (notice is None)
     if notice is not None and made.notice is not None:
-        assert made.notice.level == notice[0]
-        assert notice[1] in made.notice.text
+        assert made.notice.line.level == notice[0]
+        assert notice[1] in str(made.notice)
 
 
 def test_one_that_is_as_another_version_is_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,8 @@ def test_who_may_share_all_the_same() -> None:
         )
         assert allowed.refusal is None
         assert allowed.notice is not None
-        assert allowed.notice.level == logging.WARNING
-        assert "answers may be wrong" in allowed.notice.text
+        assert allowed.notice.line.level == logging.WARNING
+        assert "answers may be wrong" in str(allowed.notice)
     for version, found in ((TOO_OLD, Examined()), (EXACT[-1], Examined((GONE,)))):
         assert decide(version, found, TESTED, True) == decide(version, found, TESTED, False)
         assert "KVSHM_UNTESTED" not in str(decide(version, found, TESTED, True).refusal)

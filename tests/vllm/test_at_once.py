@@ -26,8 +26,8 @@ from kvshm._base.ids import NO_LEASE_BIT, Epoch, LoadId
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece, Plan
 from kvshm._node.peer import PlannedRun
-from kvshm._shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm._shm.layout import RECORD_BYTES, SlotState
+from kvshm._shm.statistics import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.hooks.vllm.messages import RankReport
 
 from .leftovers import assert_nothing_left

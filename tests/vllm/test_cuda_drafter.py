@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from kvshm._shm.counters import IMPORTED_BLOCKS, MISMATCHED, VERIFIED
+from kvshm._shm.statistics import IMPORTED_BLOCKS, MISMATCHED, VERIFIED
 
 from .test_cuda_runner import InProcessEngine, imports_what_was_computed, pair
 from .test_private_facts import in_order

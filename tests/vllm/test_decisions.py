@@ -25,7 +25,7 @@ from kvshm._engine.load_plan import (
     Plan,
 )
 from kvshm._node.peer import PlannedRun
-from kvshm._shm import counters as c
+from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm import step_times
 from kvshm.hooks.vllm.imports import lookups

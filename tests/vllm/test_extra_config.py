@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kvshm._base.log import LogLimit
 
 pytest.importorskip("vllm")
 
@@ -50,7 +53,7 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
     monkeypatch.setattr(VllmConfig, plugin.TOUCHPOINT, getattr(VllmConfig, plugin.TOUCHPOINT))
-    monkeypatch.setattr(plugin, "_logged", set())
+    monkeypatch.setattr(plugin, "_log_limit", LogLimit(math.inf))
     monkeypatch.setattr(shutdown, "_places", set())
 
 

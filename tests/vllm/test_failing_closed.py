@@ -4,6 +4,7 @@ once, and the engine serves on."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from kvshm._base.log import LogLimit
+
 pytest.importorskip("vllm")
 
 from vllm.v1.request import FinishReason
 
 from kvshm._base.declined import list_declined
 from kvshm._engine.load_plan import LoadReport
-from kvshm._shm.counters import HOOK_ERRORS
+from kvshm._shm.statistics import HOOK_ERRORS
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.hooks import boundary
@@ -48,7 +51,7 @@ def broken(*_: Any, **__: Any) -> None:
 @pytest.fixture
 def tracebacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The lines of kvshm that come with a traceback."""
-    monkeypatch.setattr(boundary, "_logged", set())
+    monkeypatch.setattr(boundary, "_log_limit", LogLimit(math.inf))
     told: list[str] = []
     make = logging.getLogRecordFactory()
 

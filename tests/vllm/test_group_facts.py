@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from kvshm._base.ids import Epoch
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import LoadReport
-from kvshm._shm.counters import IMPORTED_BLOCKS, IMPORTED_TOKENS, MISS_QUARANTINED
+from kvshm._shm.statistics import IMPORTED_BLOCKS, IMPORTED_TOKENS, MISS_QUARANTINED
 from kvshm.hooks.vllm.identity.groups import groups_of
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, chunk, full, imagined_cache, prompt, window

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from kvshm._base.ids import Epoch
 from kvshm._engine.groups import Part
-from kvshm._shm.counters import MISS_LEASE_LOST, MISS_TOO_LONG, MISS_TOO_SHORT
+from kvshm._shm.statistics import MISS_LEASE_LOST, MISS_TOO_LONG, MISS_TOO_SHORT
 from kvshm.hooks.vllm.imports.importer import RequestImporter
 from kvshm.hooks.vllm.imports.lookups import KEPT_SECONDS
 from kvshm.hooks.vllm.imports.request_import import RequestImport

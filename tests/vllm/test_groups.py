@@ -15,8 +15,8 @@ from vllm.v1.request import RequestStatus
 from kvshm._base.ids import Epoch, Rank
 from kvshm._engine.groups import Part
 from kvshm._engine.load_plan import LoadReport
-from kvshm._shm.counters import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
 from kvshm._shm.layout import block_ids
+from kvshm._shm.statistics import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
 from kvshm.hooks.vllm.messages import QuietReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window

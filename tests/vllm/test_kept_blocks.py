@@ -16,9 +16,9 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from kvshm._base.ids import LeaseBit, Rank
-from kvshm._shm.counters import FORCED, KEPT
 from kvshm._shm.layout import pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable
+from kvshm._shm.statistics import FORCED, KEPT
 
 from .scheduling import DrivenEngine, Make, Sent, described, prompt, vllm_config
 from .several_groups import KINDS

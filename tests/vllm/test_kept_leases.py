@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshm._base.ids import Rank
-from kvshm._shm.counters import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm._shm.layout import unpack_records
+from kvshm._shm.statistics import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 from kvshm.hooks.vllm.imports import importer as importer_module
 from kvshm.hooks.vllm.imports import twins

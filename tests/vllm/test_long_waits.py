@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
-from kvshm._shm import counters as c
+from kvshm._shm import statistics as c
 
 from .scheduling import BLOCK_SIZE, Sent, prompt
 from .test_decisions import BLOCKS, Node, node

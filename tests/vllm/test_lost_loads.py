@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import LoadOrder, LoadReport
-from kvshm._shm.counters import LOADS_LOST, MISS_NOT_IMPORTING
+from kvshm._shm.statistics import LOADS_LOST, MISS_NOT_IMPORTING
 from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.imports.held_requests import LOOK_SECONDS, LOST_SECONDS
 from kvshm.hooks.vllm.imports.request_import import Way

@@ -14,8 +14,8 @@ from vllm.v1.request import RequestStatus
 from kvshm._base.ids import NO_LEASE_BIT, LoadId
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Plan
 from kvshm._node.peer import PlannedRun
-from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, MISS_NO_ROOM, Counter
 from kvshm._shm.layout import RECORD_BYTES
+from kvshm._shm.statistics import MISS_FINGERPRINT, MISS_NO_PEER, MISS_NO_ROOM, Counter
 from kvshm.hooks.vllm.messages import RankReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, plan_of, prompt

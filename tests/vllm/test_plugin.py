@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvshm._base.log import LogLimit
 
 pytest.importorskip("vllm")
 
@@ -45,7 +48,7 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry = KVConnectorFactory._registry
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(registry))
     monkeypatch.setattr(VllmConfig, plugin.TOUCHPOINT, getattr(VllmConfig, plugin.TOUCHPOINT))
-    monkeypatch.setattr(plugin, "_logged", set())
+    monkeypatch.setattr(plugin, "_log_limit", LogLimit(math.inf))
     level = logging.getLogger("vllm.kvshm").level
     yield
     logging.getLogger("vllm.kvshm").setLevel(level)

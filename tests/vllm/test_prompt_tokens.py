@@ -19,11 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvshm._base.ids import NO_LEASE_BIT, Epoch
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece
-from kvshm._shm.counters import (
-    PROMPT_TOKENS_COMPUTED,
-    PROMPT_TOKENS_LOCAL,
-    PROMPT_TOKENS_PEER,
-)
+from kvshm._shm.statistics import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_LOCAL, PROMPT_TOKENS_PEER
 from kvshm.hooks.vllm.imports.request_import import Load, RequestImport, Stage
 from kvshm.hooks.vllm.metrics import LoadStats
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm._shm.counters import WEIGHTS_WRITTEN
+from kvshm._shm.statistics import WEIGHTS_WRITTEN
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.descriptions import SHARE_OF_TIME
 from kvshm.hooks.vllm.messages import RankDescription, RankReport

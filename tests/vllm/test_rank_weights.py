@@ -15,7 +15,7 @@ from kvshm._base.ids import Rank
 from kvshm._base.syncpoints import SyncPoint
 from kvshm._rank import rank_load
 from kvshm._rank.rank_half import RankHalf
-from kvshm._shm.counters import WEIGHTS_WRITTEN
+from kvshm._shm.statistics import WEIGHTS_WRITTEN
 from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights

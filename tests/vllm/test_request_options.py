@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshm._shm.counters import BAD_OPTIONS
+from kvshm._shm.statistics import BAD_OPTIONS
 from kvshm.config import Share
 from kvshm.hooks.vllm import request_options as request_options_module
 from kvshm.hooks.vllm.request_options import (

@@ -6,6 +6,7 @@ Both live in this process, meet through a real coordinator, and are driven step 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvshm._base.log import LogLimit
 
 pytest.importorskip("vllm")
 
@@ -50,7 +53,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("KVSHM_NAMESPACE", name)
     monkeypatch.setenv("KVSHM_STRICT", "1")
     monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
-    monkeypatch.setattr(plugin, "_logged", set())
+    monkeypatch.setattr(plugin, "_log_limit", LogLimit(math.inf))
     with serve():
         yield name
     shutil.rmtree(run_dir)

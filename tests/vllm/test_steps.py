@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from kvshm._rank import rank_half as rank
-from kvshm._shm.counters import (
+from kvshm._shm.statistics import (
     ESTIMATED_US,
     IMPORTED_BLOCKS,
     LOADS_AT_ONCE,

@@ -1,8 +1,8 @@
 """The registry of all metrics: name, type, labels and what each of them tells.  Pure.
 
 docs/metrics.md is written from it (docs/generate.py), so this module must not import the native
-one.  Which counters and histograms a metric shows stands with the metric; what is computed from
-other parts of a reading stands in samples.py.
+one.  Which counters and histograms a metric shows stands with the metric, and what these mean in
+kvshm/_shm/statistics.py; what is computed from other parts of a reading stands in samples.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from kvshm._shm import statistics as c
+from kvshm._shm.statistics import Counter, Histogram, Unit
 
 
 class Kind(StrEnum):
@@ -42,18 +45,28 @@ class Metric:
     """What a counter is multiplied with."""
 
 
-def _counter(name: str, text: str, shows: str, scale: float = 1.0) -> Metric:
+def _counter(name: str, shows: Counter) -> Metric:
     """A metric that shows one counter."""
-    return Metric(f"kvshm_{name}_total", Kind.COUNTER, ENGINE, text, {shows: ""}, scale)
+    scale = 1e-6 if shows.unit is Unit.MICROSECONDS else 1.0
+    shown = {shows.label: ""}
+    return Metric(f"kvshm_{name}_total", Kind.COUNTER, ENGINE, shows.meaning, shown, scale)
 
 
-def _counters(name: str, label: str, text: str, shows: Mapping[str, str]) -> Metric:
-    """A metric that shows several counters, told apart by a label."""
-    return Metric(f"kvshm_{name}_total", Kind.COUNTER, (*ENGINE, label), text, shows)
+def _counters(name: str, label: str, text: str, shows: Mapping[str, Counter]) -> Metric:
+    """A metric that shows several counters, told apart by the values of a label."""
+    shown = {counter.label: value for value, counter in shows.items()}
+    return Metric(f"kvshm_{name}_total", Kind.COUNTER, (*ENGINE, label), text, shown)
 
 
-def _histogram(name: str, text: str, shows: Mapping[str, str], *label: str) -> Metric:
-    return Metric(f"kvshm_{name}", Kind.HISTOGRAM, (*ENGINE, *label), text, shows)
+def _histogram(name: str, shows: Histogram) -> Metric:
+    """A metric that shows one histogram."""
+    return Metric(f"kvshm_{name}", Kind.HISTOGRAM, ENGINE, shows.meaning, {shows.label: ""})
+
+
+def _histograms(name: str, label: str, text: str, shows: Mapping[str, Histogram]) -> Metric:
+    """A metric that shows several histograms, told apart by the values of a label."""
+    shown = {histogram.label: value for value, histogram in shows.items()}
+    return Metric(f"kvshm_{name}", Kind.HISTOGRAM, (*ENGINE, label), text, shown)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Metric:
@@ -64,51 +77,33 @@ def _traffic(name: str, text: str, *label: str) -> Metric:
     return Metric(f"kvshm_{name}_total", Kind.COUNTER, (*COPIES, *label), text)
 
 
-MISSES = (
-    "no_peer", "no_owner", "too_short", "lease_lost", "quarantined", "fingerprint", "cheaper",
-    "no_room", "too_long", "not_importing", "not_shared", "failed", "not_read", "own",
-)  # fmt: skip
-PATHS = ("own", "same_gpu", "shm", "nvlink", "pcie", "staged", "other")
-HOOKS = ("match", "allocated", "build", "output", "finished", "begin", "load_at_once", "collect")
-
 VALUE = (
     _counters(
         "prompt_tokens",
         "source",
-        "Prompt tokens of requests, counted when a request is first scheduled, by where their KV "
-        "came from: local (the engine's own cache), peer (other engines), computed (neither, or "
-        "the import failed). The sum over source is all prompt tokens.",
-        {f"prompt_tokens_{source}": source for source in ("local", "peer", "computed")},
+        c.PROMPT_TOKENS_TEXT,
+        {
+            "local": c.PROMPT_TOKENS_LOCAL,
+            "peer": c.PROMPT_TOKENS_PEER,
+            "computed": c.PROMPT_TOKENS_COMPUTED,
+        },
     ),
-    _counter("imported_tokens", "Prompt tokens that imports have brought.", "imported_tokens"),
-    _counter("lookups", "Prefixes looked up; again while a request waits.", "lookups"),
-    _counter("lookup_hits", "Lookups that led to a plan for an import.", "lookup_hits"),
-    _counter("matched_blocks", "Blocks in the plans of lookups.", "blocks_matched"),
+    _counter("imported_tokens", c.IMPORTED_TOKENS),
+    _counter("lookups", c.LOOKUPS),
+    _counter("lookup_hits", c.LOOKUP_HITS),
+    _counter("matched_blocks", c.BLOCKS_MATCHED),
     _counters(
         "miss",
         "reason",
         "Lookups and plans that led to no import, by reason; docs/operations.md explains each.",
-        {f"miss_{reason}": reason for reason in MISSES},
+        c.MISSES,
     ),
-    _counter("trial_imports", "Imports although computing was estimated to be faster.", "tried"),
-    _counter(
-        "bad_options",
-        "Requests that were not shared because their options could not be understood.",
-        "bad_options",
-    ),
-    _histogram(
-        "match_length_tokens",
-        "Length in tokens of the prefixes found in other engines.",
-        {"match_length": ""},
-    ),
+    _counter("trial_imports", c.TRIED),
+    _counter("bad_options", c.BAD_OPTIONS),
+    _histogram("match_length_tokens", c.MATCH_LENGTH),
 )
 COPYING = (
-    _histogram(
-        "import_seconds",
-        "Time of imports on their slowest worker rank, by the slowest path of their copies.",
-        {f"import_{path}": path for path in PATHS},
-        "path",
-    ),
+    _histograms("import_seconds", "path", c.IMPORT_TIMES_TEXT, c.IMPORT_TIMES),
     _traffic(
         "imports",
         "Imports from a peer on a path, by status: ok, or failed (at least one block of the peer "
@@ -127,101 +122,55 @@ COPYING = (
         "status",
         "Imports that have ended: done (every block counts) or failed (at least one block had to "
         "be computed).",
-        {"loads_done": "done", "loads_failed": "failed"},
+        {"done": c.LOADS_DONE, "failed": c.LOADS_FAILED},
     ),
-    _counter(
-        "loads_lost",
-        "Imports whose end nobody reported in time; their requests were computed.",
-        "loads_lost",
-    ),
-    _counter("loads_started", "Imports handed to the worker ranks.", "loads_started"),
-    _counter("loads_at_once", "Imports that the step of their request awaited.", "loads_at_once"),
-    _counter("loads_too_late", "Those that the step could not wait for.", "loads_too_late"),
-    _counter(
-        "imported_blocks", "Blocks imported, copies of own blocks included.", "imported_blocks"
-    ),
+    _counter("loads_lost", c.LOADS_LOST),
+    _counter("loads_started", c.LOADS_STARTED),
+    _counter("loads_at_once", c.LOADS_AT_ONCE),
+    _counter("loads_too_late", c.LOADS_TOO_LATE),
+    _counter("imported_blocks", c.IMPORTED_BLOCKS),
     _counters(
         "discarded_after_copy",
         "reason",
         "Blocks that were copied and then thrown away: changed (reused while they were copied) or "
         "checksum (the bytes differed from what was published; looked for with KVSHM_VERIFY=1).",
-        {"recheck_failed": "changed", "mismatched": "checksum"},
+        {"changed": c.RECHECK_FAILED, "checksum": c.MISMATCHED},
     ),
-    _counter(
-        "rejected_blocks",
-        "Blocks of imports that were thrown away for any reason, failed copies included.",
-        "discarded",
-    ),
-    _counter(
-        "verified_blocks", "Blocks whose checksum was found right (KVSHM_VERIFY=1).", "verified"
-    ),
-    _counter("leases_taken", "Leases taken on blocks of other engines.", "leases_taken"),
-    _counter("leases_lost", "Planned blocks that could no longer be leased.", "lease_lost"),
-    _counter("quarantines", "Peers not used any more after repeated failures.", "quarantines"),
-    _counter(
-        "estimated_seconds", "Seconds that imports were estimated to take.", "estimated_us", 1e-6
-    ),
-    _counter("measured_seconds", "Seconds that the same imports took.", "measured_us", 1e-6),
-    _counter(
-        "computing_seconds",
-        "Seconds that computing the blocks of these imports was estimated to take.",
-        "computing_us",
-        1e-6,
-    ),
+    _counter("rejected_blocks", c.DISCARDED),
+    _counter("verified_blocks", c.VERIFIED),
+    _counter("leases_taken", c.LEASES_TAKEN),
+    _counter("leases_lost", c.LEASE_LOST),
+    _counter("quarantines", c.QUARANTINES),
+    _counter("estimated_seconds", c.ESTIMATED_US),
+    _counter("measured_seconds", c.MEASURED_US),
+    _counter("computing_seconds", c.COMPUTING_US),
 )
 EXPORTING = (
-    _counter("blocks_published", "Blocks made readable by other engines.", "published"),
-    _counter("blocks_retracted", "Blocks withdrawn from other engines.", "retracted"),
-    _counter("blocks_drained", "Withdrawn blocks whose leases ended within the budget.", "drained"),
-    _counter("forced", "Blocks taken back over leases that were still held.", "forced"),
-    _counter("blocks_kept", "Leased or held blocks passed over, others being reused.", "kept"),
-    _counter("leases_swept", "Leases of dead engines that the coordinator has cleared.", "swept"),
-    _histogram(
-        "drain_wait_seconds",
-        "Wait of a step for leases on blocks that it reuses.",
-        {"drain_wait": ""},
-    ),
-    _histogram(
+    _counter("blocks_published", c.PUBLISHED),
+    _counter("blocks_retracted", c.RETRACTED),
+    _counter("blocks_drained", c.DRAINED),
+    _counter("forced", c.FORCED),
+    _counter("blocks_kept", c.KEPT),
+    _counter("leases_swept", c.SWEPT),
+    _histogram("drain_wait_seconds", c.DRAIN_WAIT),
+    _histograms(
         "hook_seconds",
-        "Time that kvshm takes of vLLM's scheduler and workers, by hook.",
-        {f"hook_{hook}": hook for hook in HOOKS},
         "hook",
+        "Time that kvshm takes of the engine's scheduler and workers, by hook.",
+        c.HOOKS,
     ),
-    _counter(
-        "hook_errors",
-        "Unexpected errors in kvshm's hooks; after one, kvshm is off for the engine.",
-        "hook_errors",
-    ),
-    _counter(
-        "weights_written",
-        "Times that ranks found weights written which nobody had announced; docs/fingerprint.md.",
-        "weights_written",
-    ),
-    _counter(
-        "still_mapped",
-        "Times that a rank's KV cache slept while other engines still mapped it.",
-        "still_mapped",
-    ),
+    _counter("hook_errors", c.HOOK_ERRORS),
+    _counter("weights_written", c.WEIGHTS_WRITTEN),
+    _counter("still_mapped", c.STILL_MAPPED),
 )
 EVENTS = (
-    _counter("events_sent", "Messages of events handed to the coordinator.", "events_sent"),
-    _counter(
-        "events_lost",
-        "Messages of events that could not be sent, and batches that found the queue full: other "
-        "engines read the slot table instead.",
-        "events_dropped",
-    ),
-    _counter(
-        "events_unheard", "Batches of events while no other engine was there.", "events_unheard"
-    ),
-    _counter("index_full", "Events that the replica index had no room for.", "index_full"),
-    _counter("resyncs", "Slot tables read again after a gap in the events.", "resyncs"),
-    _counter(
-        "rejoins",
-        "Times that the engine joined again: with a new coordinator, or so that others scan.",
-        "rejoins",
-    ),
-    _counter("bad_messages", "Messages that could not be read and were dropped.", "bad_messages"),
+    _counter("events_sent", c.EVENTS_SENT),
+    _counter("events_lost", c.EVENTS_DROPPED),
+    _counter("events_unheard", c.EVENTS_UNHEARD),
+    _counter("index_full", c.INDEX_FULL),
+    _counter("resyncs", c.RESYNCS),
+    _counter("rejoins", c.REJOINS),
+    _counter("bad_messages", c.BAD_MESSAGES),
 )
 MEMORY = (
     _gauge("blocks", "Blocks of the KV cache by state: empty, ready, draining.", *ENGINE, "state"),

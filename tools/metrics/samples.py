@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvshm._node.protocol import PROTOCOL_VERSION
-from kvshm._shm.histograms import REGISTRY, Distribution
+from kvshm._shm.histograms import Distribution
 from kvshm._shm.layout import LAYOUT_VERSION
+from kvshm._shm.statistics import Histogram
 from kvshm.version import __version__
 
 from ..node.health import EngineHealth, NamespaceHealth, State, judge_node
@@ -28,7 +29,7 @@ TIME_BITS = range(10, 37, 2)
 TOKEN_BITS = range(4, 21, 2)
 """Bounds of lengths: from 15 to 1,048,575 tokens."""
 LEFT = "left"
-_UNITS = {histogram.label: histogram.unit for histogram in REGISTRY.values()}
+_UNITS = {histogram.label: histogram.unit for histogram in Histogram.REGISTRY.values()}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
-from kvshm._node.incompatible import NO_BIT
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.progress import SCHEDULER_LOOP, Progress
 
-from .logged import difference, had_no_lease_bit, last_refusal
+from .logged import difference, last_of
 from .reading import EngineReading, NamespaceReading, NodeReading
 
 SCHEDULER_SECONDS = 60.0
@@ -274,7 +274,7 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[Rea
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
         yield Reason(Code.NOT_OPENED, f"ranks that have not opened the epoch: {ranks}")
     if space.coordinated and not engine.joined:
-        why = last_refusal(engine.errors)
+        why = last_of(ErrorCode.REFUSED, engine.errors)
         text = "it is not in the coordinator's roster" + (f": {why}" if why else "")
         yield Reason(Code.NOT_JOINED, text)
 
@@ -314,8 +314,9 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
     if held > limits.load:
         yield Reason(Code.LONG_LOAD, f"a load holds its leases for {held:.0f} s")
-    if engine.joined and engine.lease_bit is None and had_no_lease_bit(engine.errors):
-        yield Reason(Code.NO_LEASE_BIT, NO_BIT)
+    if engine.joined and engine.lease_bit is None:
+        why = last_of(ErrorCode.NO_LEASE_BIT, engine.errors)
+        yield from [Reason(Code.NO_LEASE_BIT, why)] if why else []
     if mismatched := engine.counters["mismatched"]:
         why = f"{mismatched} copied blocks differed from what was published"
         yield Reason(Code.MISMATCHED, why)

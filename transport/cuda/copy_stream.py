@@ -11,7 +11,6 @@ peer's bytes still count.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,11 +20,12 @@ from functools import partial
 from typing import Any
 
 from kvshm._base.ids import BlockId
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 
 from ..jobs import JobThread
+from ..log_lines import TransportLine
 from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 
 _log = logger(__name__)
@@ -146,7 +146,7 @@ class CopyStream:
         self._waiter = JobThread("kvshm-copies", driver.enter_thread)
         """Waits for one event after the other: copies on one stream end in order."""
         self._programs = programs or PROGRAMS_EACH * driver.multiprocessors
-        self._log_limit = RateLimit(time.monotonic)
+        self._log_limit = LogLimit()
         self._lock = threading.Lock()
         self._free: list[_CopyBuffers] = []
         self._pending: list[CudaCopy] = []
@@ -255,8 +255,8 @@ class CopyStream:
                 self._free.append(copy.buffers)
         except CudaError as exc:
             # Such an error ends the whole context: nothing runs in it any more.
-            if self._log_limit.allows("copy"):
-                _log.error("a copy failed on the GPU: %s", exc)
+            if self._log_limit.allows(TransportLine.GPU_COPY_FAILED):
+                _log.line(TransportLine.GPU_COPY_FAILED, exc)
             copy.state = CopyState.FAILED
         return True
 
@@ -296,8 +296,8 @@ class CopyStream:
         try:
             self._driver.wait(self.compute, self.stream)
         except CudaError as exc:
-            if self._log_limit.allows("fence"):
-                _log.error("the model's stream cannot wait for the copies: %s", exc)
+            if self._log_limit.allows(TransportLine.FENCE_FAILED):
+                _log.line(TransportLine.FENCE_FAILED, exc)
             self._finish_all()
 
     def close(self) -> None:
@@ -319,12 +319,12 @@ class CopyStream:
                 for buffers in unused:
                     parts.callback(buffers.free, self._driver)
         except CudaError as exc:
-            _log.warning("memory of the copy stream is not freed: %s", exc)
+            _log.line(TransportLine.STREAM_NOT_FREED, exc)
 
     def _finish_all(self) -> None:
         try:
             self._driver.synchronize(self.stream)
         except CudaError as exc:
-            if self._log_limit.allows("end"):
-                _log.error("the copy stream ended with an error: %s", exc)
+            if self._log_limit.allows(TransportLine.STREAM_FAILED):
+                _log.line(TransportLine.STREAM_FAILED, exc)
         self.finish_ended()

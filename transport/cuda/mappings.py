@@ -19,6 +19,7 @@ from kvshm._base.log import logger
 from kvshm._shm.fds import close_all, sibling_socket
 from kvshm.errors import TransportError
 
+from ..log_lines import TransportLine
 from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
 from .vmm import fetch_descriptor, hold_memory
@@ -140,7 +141,7 @@ class PeerMappings:
         try:
             _, nbytes = self._driver.address_range(address)
         except CudaError as exc:
-            _log.debug("the length of a peer's memory is not known: %s", exc)
+            _log.line(TransportLine.LENGTH_UNKNOWN, exc)
             return
         if nbytes < memory.offset + memory.nbytes:
             raise TransportError(
@@ -159,7 +160,7 @@ class PeerMappings:
         try:
             mapping.unmap()
         except CudaError as exc:
-            _log.warning("a peer's memory could not be unmapped: %s", exc)
+            _log.line(TransportLine.NOT_UNMAPPED, exc)
         finally:
             self._end_change(mapping.key, None)
 

@@ -13,6 +13,7 @@ from kvshm._base.log import logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 
+from ..log_lines import TransportLine
 from .copy_stream import CopyStream
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, Stream, write
 from .export import PROBE_BYTES, probe_epoch
@@ -95,7 +96,7 @@ class Prober:
             self._driver.free(scratch)
         best = min(seconds, key=lambda route: seconds[route])
         text = ", ".join(f"{route.value} {s * 1e6:.0f} us" for route, s in seconds.items())
-        _log.info("%d fragments of %d bytes from GPU %s: %s", blocks, row.block_bytes, device, text)
+        _log.line(TransportLine.FRAGMENTS, blocks, row.block_bytes, device, text)
         return best
 
     def _fastest(self, row: RegionRow, route: Route, blocks: int) -> float:
@@ -105,7 +106,7 @@ class Prober:
         except CudaError as exc:
             if route is Route.KERNEL:
                 raise
-            _log.info("no batched copies: %s", exc)
+            _log.line(TransportLine.NO_BATCHED_COPIES, exc)
             return math.inf
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from ..jobs import JobThread
+from ..log_lines import TransportLine
 from ..own_cache import OwnCache
 from ..regions import check_blocks
 from .attachment import CudaAttachment
@@ -329,7 +330,7 @@ class CudaIpcTransport(OwnCache):
                 if self._probe is not None:
                     parts.callback(self._probe.withdraw)
         except CudaError as exc:
-            _log.warning("memory of the transport is not freed: %s", exc)
+            _log.line(TransportLine.TRANSPORT_NOT_FREED, exc)
         self._probe = None
 
 

@@ -21,6 +21,7 @@ from kvshm._shm.fd_server import FdServer
 from kvshm._shm.fds import close_all, fetch_keep_open
 from kvshm.errors import StaleAttachment, TransportError
 
+from ..log_lines import TransportLine
 from .driver import Driver
 
 _log = logger(__name__)
@@ -102,7 +103,7 @@ def hold_memory(path: str, export_id: int, memory: int) -> socket.socket | None:
     except StaleAttachment:
         raise
     except TransportError as exc:
-        _log.debug("the owner of the memory does not hear that it is mapped: %s", exc)
+        _log.line(TransportLine.OWNER_NOT_TOLD, exc)
         return None
     close_all(fds)
     return connection

@@ -14,6 +14,8 @@ from typing import Any
 from kvshm._base.log import logger
 from kvshm.halves import KEPT, SchedulerHalf
 
+from ...log_lines import HookLine
+
 log = logger(__name__)
 
 QUEUE = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
@@ -30,7 +32,7 @@ class KeptBlocks:
         self._usable = all(hasattr(self._queue, name) for name in QUEUE)
         self._usable &= all(hasattr(pool.null_block, name) for name in LINKS)
         if not self._usable:
-            log.warning("leased and held blocks are reused like others: unknown block queue")
+            log.line(HookLine.UNKNOWN_QUEUE)
         self._all_kept: tuple[Any, int, int] = (None, 0, 0)
         """The queue's last block when there were not enough others, how many blocks that left in
         the queue, and the second when that was."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from kvshm._base.log import logger
-from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, SchedulerHalf
+import math
 
+from kvshm._base.log import LogLimit, logger
+from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
+
+from ...log_lines import HookLine
 from ..messages import RankReport
 
 log = logger(__name__)
 
 MOST_NAMED = 100
-"""Calls that the log names, each once."""
+"""Calls that are remembered, so that the log names each once."""
 
 
 class WeightChanges:
@@ -18,21 +21,15 @@ class WeightChanges:
 
     def __init__(self, cache: SchedulerHalf) -> None:
         self._cache = cache
-        self._named: set[str] = set()
+        self._log_limit = LogLimit(math.inf, most=MOST_NAMED)
         self._written = self._mapped = 0
         self._found: list[str] = []
         """What the next epoch is to record."""
 
     def called(self, call: str) -> None:
         """Somebody calls the ranks, and the call may write weights."""
-        if call in self._named or len(self._named) >= MOST_NAMED:
-            return
-        self._named.add(call)
-        log.info(
-            "%s of all ranks may write weights: the blocks computed so far are withdrawn, and the "
-            "weights are digested anew; if it only reads, name it in KVSHM_READ_ONLY_CALLS",
-            call,
-        )
+        if self._log_limit.allows(HookLine.CALL_MAY_WRITE, call):
+            log.line(HookLine.CALL_MAY_WRITE, call)
 
     def told(self, report: RankReport) -> None:
         """Ranks have found that parameters were written, or have unmapped memory that others still
@@ -49,5 +46,5 @@ class WeightChanges:
         if self._mapped:
             self._cache.count(STILL_MAPPED, self._mapped)
         for text in self._found:
-            self._cache.log_error(text)
+            self._cache.log_error(text, ErrorCode.WEIGHTS_WRITTEN)
         self._found.clear()

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 
+from ...log_lines import HookLine
 from .request_import import RequestImport
 
 log = logger(__name__)
@@ -54,7 +55,7 @@ class AtOnce:
         self.available = False
         self._imports = imports
         self._scheduler: Any = None
-        self._log_limit = RateLimit(time.monotonic)
+        self._log_limit = LogLimit()
         self._estimated = self._price = 0.0
 
     def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
@@ -66,7 +67,7 @@ class AtOnce:
         if preempt and "drop_stale_output" not in signature(preempt).parameters:
             missing.append("_preempt_request(drop_stale_output=...)")
         if missing or not hasattr(pool, _OF_POOL):
-            log.info("imports are asynchronous: vLLM's scheduler has no %s", missing or _OF_POOL)
+            log.line(HookLine.ASYNCHRONOUS, missing or _OF_POOL)
             return
         give_hashes, update = pool.cache_full_blocks, scheduler.update_from_output
 
@@ -144,9 +145,9 @@ class AtOnce:
                 self.failed(import_)
             except Exception:  # of vLLM's methods; the other requests must be undone too
                 request, import_.withheld = import_.request, None
-                if self._log_limit.allows("not preempted"):
+                if self._log_limit.allows(HookLine.NOT_PREEMPTED):
                     name = request.request_id
-                    log.exception("request %.100r could not be preempted and was ended", name)
+                    log.line(HookLine.NOT_PREEMPTED, name, exc_info=True)
                 status = type(request.status).FINISHED_ERROR
                 self._scheduler.finish_requests(request.request_id, status)
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvshm._base.log import RateLimit, logger
+from kvshm._base.log import LogLimit, logger
 
+from ...log_lines import HookLine
 from ..ranks import Ranks
 from ..vllm_scheduler import VllmScheduler
 
@@ -48,7 +49,7 @@ class HeldRequests:
         self._goes_on: dict[str, float] = {}
         """Of those whose load could not be ended: after how many seconds that is tried again."""
         self._looked_at = clock()
-        self._log_limit = RateLimit(clock)
+        self._log_limit = LogLimit(clock=clock)
         self._built = 0
 
     def __len__(self) -> int:
@@ -101,12 +102,8 @@ class HeldRequests:
                 self._since[name] = now + pause - LOST_SECONDS
                 if name not in ended:
                     self._goes_on[name] = 2 * pause
-            if len(ended) < len(overdue) and self._log_limit.allows("goes on"):
-                log.warning(
-                    "a load has not ended within %g s and cannot be ended: its copy goes on, and "
-                    "its request waits for it; nothing is imported until it has ended",
-                    LOST_SECONDS,
-                )
+            if len(ended) < len(overdue) and self._log_limit.allows(HookLine.LOAD_GOES_ON):
+                log.line(HookLine.LOAD_GOES_ON, LOST_SECONDS)
 
 
 def compute_lost(
@@ -126,7 +123,7 @@ def compute_lost(
             tracker.blocks_failed(bad)
     if lost:
         vllm.give_back(set(lost))
-        log.warning("loads lost: %d; no rank reported their end, and they are computed", len(lost))
+        log.line(HookLine.LOADS_LOST, len(lost))
 
 
 def compute_lost_anyway(*about: Any) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 from kvshm._base.log import logger
 
+from ...log_lines import HookLine
+
 log = logger(__name__)
 
 SPAN_HEADER = "kvshm-request-span"
@@ -53,7 +55,7 @@ def announce_request_spans() -> None:
             return
         arrives, ends = OutputProcessor.add_request, OutputProcessor.do_tracing
     except (ImportError, AttributeError) as exc:
-        log.warning("trace spans are not below vLLM's, but beside it: %s", exc)
+        log.line(HookLine.SPANS_BESIDE, exc)
         return
 
     @wraps(arrives)

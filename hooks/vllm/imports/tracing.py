@@ -22,6 +22,7 @@ from kvshm._base.log import logger
 from kvshm.halves import Plan, SchedulerHalf
 from kvshm.version import __version__
 
+from ...log_lines import HookLine
 from .request_import import Load, RequestImport, Way
 from .request_span import given_id
 
@@ -54,7 +55,7 @@ def find_tracer(endpoint: str) -> Tracer | None:
             provider = _new_provider(endpoint)
         return provider.get_tracer("kvshm", __version__)
     except Exception as exc:  # any: traces are no reason not to serve
-        log.warning("no trace spans: %s", exc)
+        log.line(HookLine.NO_SPANS, exc)
         return None
 
 
@@ -220,7 +221,7 @@ class ImportTracer:
             method(*args)
         except Exception:  # any: the import has been dealt with, and must not count as failed
             self._tracer = None
-            log.warning("no more trace spans from this engine", exc_info=True)
+            log.line(HookLine.SPANS_ENDED, exc_info=True)
 
     # -- why not
 
