@@ -21,7 +21,6 @@ EXIT_CLEAN, EXIT_LEFT = range(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant."""
     parser.description = (
         "Remove the sockets, lists and lock files of processes that have ended. Run it as the "
         "engines' user."
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Remove the files, print what was done; return the exit status."""
     config, place = read_place(asked)
     if os.path.lexists(place):
         run_dir = open_run_directory(config.run_dir, os.environ)

@@ -37,7 +37,6 @@ def _hash_prefix(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines and blocks are meant."""
     parser.description = "Show what kvshm has in shared memory (read-only)."
     parser.epilog = (
         "exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check found "
@@ -73,7 +72,6 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 
 
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
-    """Print the violations and warnings; return the exit status."""
     found = check(run_dir, namespace)
     # "law" is what an invariant was once called.  Scripts read the key, so it stays.
     wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
@@ -93,13 +91,11 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
 
 
 def _check_engine(run_dir: Path, namespace: str | None, wanted: str) -> None:
-    """Raises NoSuchEngine if no engine has that name."""
     with NodeReader(run_dir, namespace) as reader:
         select(reader.read(), wanted)
 
 
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
-    """Print the report; return the exit status."""
     filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
     report = build_report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
@@ -123,7 +119,6 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report that the command line asks for; return the exit status."""
     if asked.check and (asked.engine or asked.hash or asked.leased or asked.entries):
         raise ConfigError("--check takes no other options than --namespace, --run-dir and --json")
     run_dir, namespace = find_place(asked)

@@ -26,7 +26,6 @@ _COLUMNS: Columns = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant."""
     parser.description = (
         "List which engine holds leases on whose blocks. The oldest load says since when the "
         "holder has held leases at all: a load that copies takes milliseconds. Leases of an ended "
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print one line for each holder and exporter; return the exit status."""
     run_dir, namespace = find_place(asked)
     with NodeReader(run_dir, namespace) as reader:
         reading = reader.read()

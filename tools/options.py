@@ -19,7 +19,6 @@ class NoSuchEngine(KvshmError):
     """No engine has the name that the user gives."""
 
     def __init__(self, wanted: str, names: Iterable[str]) -> None:
-        """``names``: of the engines that there are."""
         there = ", ".join(names) or "none"
         super().__init__(f"no engine is called {wanted!r}; there are: {there}")
 

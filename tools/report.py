@@ -181,7 +181,6 @@ def _states(num_blocks: int, slots: Mapping[int, Slot], now: int) -> dict[str, i
 
 
 def _held_for(slot: Slot, now: int) -> int:
-    """Seconds for which a slot in use is still held."""
     return seconds_left(slot.held_until, now) if slot.state is SlotState.READY else 0
 
 

@@ -23,7 +23,6 @@ _TRANSFER = "--kv-transfer-config"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``kvshm config``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Print each setting, its value in a process that is started in this environment, and\n"
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the settings; return the exit status.  Raises KvshmError for a bad one."""
     transfer = {} if asked.kv_transfer_config is None else _parse(asked.kv_transfer_config)
     extra = own_settings(
         transfer.get("kv_connector"), transfer.get("kv_connector_extra_config", {})

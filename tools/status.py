@@ -35,7 +35,6 @@ PROBES = ("live", "ready", "progress", "serving", "coordinator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant, and what is asked of them."""
     parser.description = (
         "Say how each engine is, from shared memory alone. live: its process runs and has handed "
         "out its slot table; ready: it has joined, and others can read its blocks; progress: each "
@@ -76,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Look at the node once and print; return the exit status."""
     try:
         return _run(asked)
     except (KvshmError, OSError) as exc:

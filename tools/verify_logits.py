@@ -309,7 +309,6 @@ def _as_text(found: dict[str, Any]) -> str:
 
 
 def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
-    """A type for argparse: a number from ``least`` to MOST."""
 
     def number(text: str) -> float:
         if not least <= (found := kind(text)) <= MOST:
@@ -320,7 +319,6 @@ def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two servers and the prompt."""
     parser.description = (
         "Ask two running servers of one model the same prompt and compare what was computed, "
         "imported and hit locally."
@@ -347,7 +345,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, print what was found, return the exit status."""
     try:
         prompt = options.prompt
         if prompt is None:

@@ -18,7 +18,6 @@ EXIT_WELL, EXIT_PROBLEMS = range(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant, and where to write a bundle."""
     parser.description = (
         "Check the machine, the run directory and the engines in it; print one line per check, and "
         "what to do where something is wrong. Changes nothing, and needs no running engine. "
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Check, print, write the bundle; return the exit status."""
     config, run_dir = read_place(asked)
     evidence = gather(run_dir, given_namespace(config))
     findings = run_checks(CHECKS, evidence)

@@ -232,7 +232,6 @@ def _map(path: Path) -> Any:
 
 
 def _describe(metadata: dict[str, str]) -> Description:
-    """Raises ValueError: a DecodeError of msgspec is one."""
     if (stated := metadata.get("format")) != FORMAT:
         raise ValueError(f"its format is {stated!r}, wanted {FORMAT!r}")
     keys = _decode(metadata, "keys", list[_Key])

@@ -33,7 +33,6 @@ def _tolerance(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verbs."""
     parser.description = (
         "Blocks of KV caches in files. They are what a prompt became: private data."
     )
@@ -140,5 +139,4 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run the verb; return the exit status."""
     return VERBS[asked.verb](asked)

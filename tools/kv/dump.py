@@ -117,7 +117,6 @@ class _Block(NamedTuple):
 
 
 def _published(table: SlotTableView) -> list[_Block]:
-    """The blocks that are published now, each key of a group once."""
     found: dict[tuple[bytes, int], _Block] = {}
     for record in unpack_records(table.scan()):
         try:

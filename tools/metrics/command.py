@@ -21,7 +21,6 @@ DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 9402
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how the metrics are shown."""
     parser.description = (
         "Print what the engines' shared memory shows as metrics for Prometheus, write it to a "
         "file, or serve it. docs/metrics.md lists the metrics."
@@ -58,7 +57,6 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print, write or serve; return the exit status.  Raises KvshmError, OSError, ImportError."""
     if asked.json and (asked.listen or asked.output):
         raise ConfigError("--json prints; it does not go with --listen or --output")
     run_dir, namespace = find_place(asked)

@@ -92,7 +92,7 @@ class MappedEngine:
         segment = f"kvshm.{self.namespace}.{kind}.{self.epoch:016x}"
         self.problems[kind] = Problem(segment, exc)
 
-    def fetch(self, clock: Callable[[], float], *, replica: bool) -> None:
+    def fetch(self, clock: Callable[[], float]) -> None:
         """Map what is not mapped yet, and the replica anew from time to time.  Blocks for some
         seconds at most if the engine is stopped."""
         if self.gone_since is not None and self.table is not None:
@@ -105,7 +105,7 @@ class MappedEngine:
                 self._ask_again = clock() + ASK_AGAIN_SECONDS
         problem = self.problems.get(TABLE_KIND)
         answers = self.answers or (problem is not None and not problem.silent)
-        if replica and answers and clock() >= self._replica_until:
+        if answers and clock() >= self._replica_until:
             self._fetch_replica(handouts)
             self._replica_until = clock() + REPLICA_SECONDS
 

@@ -59,18 +59,17 @@ class NodeReader:
         run_dir: Path,
         namespace: str | None = None,
         *,
-        replicas: bool = True,
         in_turn: bool = False,
         clock: Callable[[], float] = time.monotonic,
         clock_offset: Callable[[], int | None] = clock_offset_ns,
     ) -> None:
-        """``namespace``: only this one (None: all).  ``replicas``: read ``EngineReading.peers``,
-        too.  ``in_turn``: do not read all slots at each look, but in turn those of the tables
-        (``EngineReading.blocks``) and, against these, one replica (``peers``): with many large
-        tables a look then takes a tenth of the time.  What has not been read before is read at
-        once.  ``clock``: CLOCK_MONOTONIC in seconds; ``clock_offset``: of this process."""
+        """``namespace``: only this one (None: all).  ``in_turn``: do not read all slots at each
+        look, but in turn those of the tables (``EngineReading.blocks``) and, against these, one
+        replica (``peers``): with many large tables a look then takes a tenth of the time.  What has
+        not been read before is read at once.  ``clock``: CLOCK_MONOTONIC in seconds;
+        ``clock_offset``: of this process."""
         self._run_dir, self._namespace = run_dir, namespace
-        self._replicas, self._in_turn = replicas, in_turn
+        self._in_turn = in_turn
         self._clock, self._clock_offset = clock, clock_offset
         self._looks = 0
         self._blocks: dict[str, dict[Epoch, Blocks]] = {}
@@ -144,7 +143,7 @@ class NodeReader:
         ]
 
     def _fetch(self, mapped: MappedEngine) -> None:
-        mapped.fetch(self._clock, replica=self._replicas)
+        mapped.fetch(self._clock)
 
     def _find_pids(self) -> None:
         new = [mapped for mapped in self._mapped.values() if mapped.pid_here is None]
@@ -173,7 +172,6 @@ class NodeReader:
     def _read_namespace(
         self, space: str, mapped: list[MappedEngine], turn: MappedEngine | None
     ) -> NamespaceReading:
-        """Read the engines of a namespace; nothing of its coordinator."""
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
         clock = ReadersClock(self._clock, self._clock_offset())
         counted = self._count(space, [each.table for each in mapped if each.table], turn)

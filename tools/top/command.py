@@ -22,7 +22,6 @@ LEAST_INTERVAL, MOST_INTERVAL = 0.1, 86400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.description = (
         "Watch a node: what its engines share, which copies from which on which path, and what is "
         "wrong. q ends it. --json prints one object per interval, and needs no rich. Reads shared "
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Show the node until the user ends it; return the exit status."""
     show: Callable[[View], None] = _print_json
     if not asked.json:
         from .screen import print_frame as show  # needs rich, as --json does not
