@@ -117,7 +117,8 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             if environ["REQUEST_METHOD"] == "GET":
                 with self._reading:
                     registry = registry_of(self._read())
-            answer: Iterable[bytes] = make_wsgi_app(registry)(environ, start_response)
+            app = make_wsgi_app(registry, disable_compression=True)
+            answer: Iterable[bytes] = app(environ, start_response)
         except Exception as exc:  # any: the next scrape may succeed
             say("metrics", f"a scrape failed: {type(exc).__name__}: {exc}")
             start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
