@@ -1,9 +1,8 @@
-"""Write docs/commands/, one page for each command of ``kvshm`` from the command's own parser, and
-docs/doctor.md from the checks of ``kvshm doctor``.
+"""Write docs/commands.md from the parsers of all commands of ``kvshm``, and doctor's checks.
 
     make docs
 
-A test compares the committed pages with the generated ones.  Unlike docs/generate.py this program
+A test compares the committed page with the generated one.  Unlike docs/generate.py this program
 needs the native module, since commands do.
 """
 
@@ -11,49 +10,38 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvshm.tools import cli
 from kvshm.tools.doctor.registry import CHECKS
 
-FOLDER = Path(__file__).with_name("commands")
-DOCTOR = Path(__file__).with_name("doctor.md")
+PAGE = Path(__file__).with_name("commands.md")
 
 
-def pages() -> Mapping[str, str]:
-    """Return the text of each page by its file's name."""
+def page() -> str:
+    """Return the text of the page."""
+    return "\n".join(_lines()).rstrip() + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield from _index()
     parsers = _verbs(cli.build_parser())
-    made = {f"{name}.md": "\n".join(_page(parsers[name])).rstrip() + "\n" for name in cli.COMMANDS}
-    return made | {"README.md": "\n".join(_index()) + "\n"}
+    for name in cli.COMMANDS:
+        yield from ("", f"## {parsers[name].prog}", "")
+        yield from _section(parsers[name])
+        for verb in _verbs(parsers[name]).values():
+            yield from (f"### {verb.prog}", "")
+            yield from _section(verb)
+        if name == "doctor":
+            yield from _CHECKS_HEAD
+            for check in CHECKS:
+                cells = (check.name, _escaped(check.looks_at), _escaped(check.remedy))
+                yield f"| {' | '.join(cells)} |"
 
 
-def write() -> None:
-    """Make the folder what ``pages`` says."""
-    FOLDER.mkdir(exist_ok=True)
-    made = pages()
-    for old in FOLDER.glob("*.md"):
-        if old.name not in made:
-            old.unlink()
-    for name, text in made.items():
-        (FOLDER / name).write_text(text, "utf-8")
-    DOCTOR.write_text(doctor_page(), "utf-8")
-
-
-def doctor_page() -> str:
-    """Return the text of docs/doctor.md."""
-    rows = (
-        f"| {check.name} | {_escaped(check.looks_at)} | {_escaped(check.remedy)} |"
-        for check in CHECKS
-    )
-    return "\n".join([*_DOCTOR_HEAD, *rows]) + "\n"
-
-
-_DOCTOR_HEAD = """\
-# kvshm doctor
-
-`make docs` writes this page from the checks themselves. Options and exit status:
-[kvshm doctor](commands/doctor.md).
+_CHECKS_HEAD = """\
+### Checks of kvshm doctor
 
 Each check prints one line: `ok`, `warning` (engines serve, perhaps not as meant), `problem`
 (something does not work) or `not applicable` (there is nothing to check, for the reason given).
@@ -75,26 +63,18 @@ nothing, such as `root` and `vllm`, stay. Look through the file before you send 
 
 def _index() -> Iterator[str]:
     yield from ("# Commands", "")
-    yield "`make docs` writes these pages from the commands themselves."
-    yield "What to do with them: [operations](../operations.md)."
+    yield "`make docs` writes this page from the commands themselves."
+    yield "What to do with them: [operations](operations.md)."
     yield from ("", "| command | does |", "|---|---|")
     for name, command in cli.COMMANDS.items():
         aliases = "".join(f", `kvshm {alias}`" for alias in cli.ALIASES.get(name, []))
-        yield f"| [`kvshm {name}`]({name}.md){aliases} | {_escaped(command.HELP)} |"
+        yield f"| [`kvshm {name}`](#kvshm-{name}){aliases} | {_escaped(command.HELP)} |"
     yield ""
     yield "Every command has `--help`. Exit status 2 always means a wrong command line, a bad"
-    yield "setting or a missing package, and 4 that no engine is called as `--engine` says (a probe"
-    yield "answers 1, no): a line on stderr says which, and with `--json`, too, nothing stands on"
-    yield "stdout. That there is nothing to show is an answer, and JSON. 130 is an interrupt, and"
-    yield "141 that the reader of the output has gone (`| head`)."
-
-
-def _page(parser: argparse.ArgumentParser) -> Iterator[str]:
-    yield from (f"# {parser.prog}", "")
-    yield from _section(parser)
-    for verb in _verbs(parser).values():
-        yield from (f"## {verb.prog}", "")
-        yield from _section(verb)
+    yield "setting or a missing package, and 4 that no engine has the name that `--engine` gives"
+    yield "(a probe answers 1, no): a line on stderr says which, and also with `--json` nothing is"
+    yield "printed on stdout. That there is nothing to show is an answer, and JSON. 130 is an"
+    yield "interrupt, and 141 that the reader of the output has gone (`| head`)."
 
 
 def _section(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -146,4 +126,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    write()
+    PAGE.write_text(page(), "utf-8")

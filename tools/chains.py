@@ -20,15 +20,13 @@ class Chain(NamedTuple):
     """One chain, by its last block, as ``--json`` shows it."""
 
     tip: int
-    """Block id of the last block."""
     block_hash: str
-    """Its hash, hexadecimal."""
     depth: int
     length: int
     """Number of consecutive blocks in use up to and including the tip."""
     complete: bool
-    """Whether the chain begins at token 0.  Otherwise no prompt can hit it, unless the group has a
-    window that begins later."""
+    """Whether the chain starts at token 0.  Otherwise no prompt can hit it, unless the group has a
+    window that starts later."""
     group: int
 
 

@@ -40,7 +40,6 @@ class Findings:
     """What one check of a run directory found."""
 
     checked: Counter[str] = field(default_factory=Counter)
-    """Number of segments read, by kind."""
     suspects: list[Violation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """What a user should know although no invariant is known to be violated."""
@@ -110,8 +109,8 @@ def _check_space(space: MappedNamespace, found: Findings) -> None:
 
 def _check_replica(engine: MappedEngine, replica: ReplicaReader) -> Iterator[Violation]:
     name = str(engine.name(INDEX_KIND))
-    if (said := replica.header.epoch) != engine.epoch:
-        yield Violation(name, "header", f"says epoch {said:016x}; its socket does not")
+    if (stated := replica.header.epoch) != engine.epoch:
+        yield Violation(name, "header", f"says epoch {stated:016x}; its socket does not")
     yield from _check_entries(name, replica.buffer)
 
 

@@ -10,10 +10,10 @@ import argparse
 import os
 from dataclasses import asdict
 
-from kvshm._base.rundir import choose_run_directory, open_run_directory
+from kvshm._base.rundir import open_run_directory
 from kvshm._node.leftovers import CleanupResult, clear
-from kvshm.config import Config
 
+from .options import add_place, read_place
 from .output import clean, note, show
 
 HELP = "remove what a crash has left"
@@ -21,7 +21,6 @@ EXIT_CLEAN, EXIT_LEFT = range(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant."""
     parser.description = (
         "Remove the sockets, lists and lock files of processes that have ended. Run it as the "
         "engines' user."
@@ -30,18 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "exit status: 0 nothing is left; 1 something is left, or a coordinator serves and clears "
         "up itself; 2 wrong command line or setting"
     )
-    parser.add_argument("--namespace", help="of which engines (default: $KVSHM_NAMESPACE)")
-    parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
+    add_place(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Remove the files, print what was done; return the exit status."""
-    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    # No other setting is read: one that is wrong is no reason to leave the files.
-    config = Config.of_place(os.environ, options)
-    if os.path.lexists(place := choose_run_directory(config.run_dir, os.environ)):
+    config, place = read_place(asked)
+    if os.path.lexists(place):
         run_dir = open_run_directory(config.run_dir, os.environ)
         found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
     else:

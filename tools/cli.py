@@ -44,7 +44,6 @@ COMMANDS: dict[str, Command] = {
 }
 """In the order of ``kvshm --help``."""
 ALIASES = {"dump": ["dump-index"]}
-"""Earlier names of commands, which scripts use."""
 
 
 def build_parser() -> argparse.ArgumentParser:

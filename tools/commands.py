@@ -34,7 +34,7 @@ EXTRAS = {
 
 
 class Command(Protocol):
-    """A module that is a command."""
+    """A module that is a command.  ``run`` raises KvshmError, OSError or ImportError."""
 
     HELP: str
 

@@ -11,7 +11,6 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Take the shell."""
     parser.description = (
         "Print the script; needs shtab (pip install 'kvshm[ops]'). For bash: "
         "kvshm completion bash > ~/.local/share/bash-completion/completions/kvshm"
@@ -20,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the script for ``asked.parser``, the parser of the whole command."""
     import shtab
 
     for action in _options_of(asked.parser):
@@ -32,7 +30,6 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser and of its commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

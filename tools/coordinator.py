@@ -12,13 +12,11 @@ HELP = "serve the engines of this machine: the same as kvshm-coordinator"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Take whatever follows."""
     parser.description = "Start the coordinator; see kvshm-coordinator --help for its options."
     parser.add_argument("options", nargs=argparse.REMAINDER, help="those of kvshm-coordinator")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Become the coordinator."""
     start(asked.options)
 
 

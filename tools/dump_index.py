@@ -1,10 +1,8 @@
 """``kvshm dump`` shows what kvshm has in shared memory.
 
 Asks the engines in the run directory, works without a coordinator, maps everything read-only, and
-names engines that have ended and left a socket.  Run it as the engines' user, on a machine or in a
-container that has their run directory.  Exit status: 0; 1 if there is nothing to show; 2 for a
-wrong command line or setting; 3 if ``--check`` found a violation; 4 if no engine is called so.  A
-coordinator without engines is something to show, unless an option asks for engines or blocks.
+names engines that have ended and left a socket.  A coordinator without engines is something to
+show, unless an option asks for engines or blocks.
 """
 
 from __future__ import annotations
@@ -39,16 +37,20 @@ def _hash_prefix(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines and blocks are meant."""
     parser.description = "Show what kvshm has in shared memory (read-only)."
     parser.epilog = (
         "exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check found "
-        "something wrong; 4 no engine is called so"
+        "something wrong; 4 no engine has that name"
     )
     add = parser.add_argument
     add_selection(parser)
-    add("--hash", metavar="PREFIX", type=_hash_prefix, help="list blocks whose hash begins so")
-    add("--leased", action="store_true", help="only leased blocks and who holds them")
+    add(
+        "--hash",
+        metavar="PREFIX",
+        type=_hash_prefix,
+        help="list blocks whose hash starts with this",
+    )
+    add("--leased", action="store_true", help="only leased blocks and the engines that hold them")
     add("--entries", action="store_true", help="list every block, chain and replica entry")
     add(
         "--check",
@@ -70,7 +72,6 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 
 
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
-    """Print the violations and warnings; return the exit status."""
     found = check(run_dir, namespace)
     # "law" is what an invariant was once called.  Scripts read the key, so it stays.
     wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
@@ -90,13 +91,11 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
 
 
 def _check_engine(run_dir: Path, namespace: str | None, wanted: str) -> None:
-    """Raises NoSuchEngine if no engine is called so."""
     with NodeReader(run_dir, namespace) as reader:
         select(reader.read(), wanted)
 
 
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
-    """Print the report; return the exit status."""
     filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
     report = build_report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
@@ -120,7 +119,6 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report that the command line asks for; return the exit status."""
     if asked.check and (asked.engine or asked.hash or asked.leased or asked.entries):
         raise ConfigError("--check takes no other options than --namespace, --run-dir and --json")
     run_dir, namespace = find_place(asked)

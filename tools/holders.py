@@ -1,4 +1,4 @@
-"""``kvshm holders``: who holds leases on whose blocks, and for how long."""
+"""``kvshm holders``: which engine holds leases on whose blocks, and for how long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .node.reading import EngineReading, NamespaceReading, PeerReading
 from .options import add_selection, find_place, select
 from .output import EXIT_FAILED, Columns, Json, cleaned, note, show, table
 
-HELP = "who holds leases on whose blocks, and for how long"
+HELP = "which engine holds leases on which blocks, and for how long"
 NANOSECONDS = 1_000_000_000
 
 _COLUMNS: Columns = {
@@ -26,21 +26,19 @@ _COLUMNS: Columns = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant."""
     parser.description = (
-        "List who holds leases on whose blocks. The oldest load says since when the holder has "
-        "held leases at all: a load that copies takes milliseconds. Leases of an ended process are "
-        "cleared by the coordinator, and by their exporter when it needs the blocks."
+        "List which engine holds leases on whose blocks. The oldest load says since when the "
+        "holder has held leases at all: a load that copies takes milliseconds. Leases of an ended "
+        "process are cleared by the coordinator, and by their exporter when it needs the blocks."
     )
     parser.epilog = (
         "exit status: 0, also if nobody holds a lease; 1 nothing of kvshm runs; 2 wrong command "
-        "line or setting; 4 no engine is called so"
+        "line or setting; 4 no engine has that name"
     )
     add_selection(parser)
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print one line for each holder and exporter; return the exit status."""
     run_dir, namespace = find_place(asked)
     with NodeReader(run_dir, namespace) as reader:
         reading = reader.read()
@@ -73,9 +71,9 @@ def _rows(reader: NodeReader, space: NamespaceReading, now_ns: int) -> Iterator[
             leases.update(held)
             draining.update(held if slot.state.name == "DRAINING" else [])
         for bit, number in sorted(leases.items()):
-            told = _about(bit, space, now_ns)
-            names = (*exporter.names, *told.pop("names"))
-            yield told | {
+            holder = _about(bit, space, now_ns)
+            names = (*exporter.names, *holder.pop("names"))
+            yield holder | {
                 "exporter": exporter.label,
                 "leases": number,
                 "draining": draining[bit],
@@ -85,7 +83,7 @@ def _rows(reader: NodeReader, space: NamespaceReading, now_ns: int) -> Iterator[
 
 def _about(bit: int, space: NamespaceReading, now_ns: int) -> Json:
     """Who leases with this bit: an engine whose table is known, one that other engines know, as
-    after its end, or nobody knows who."""
+    after its end, or one that nobody knows."""
     with_bit = [e for e in space.engines if e.lease_bit == bit]
     if with_bit:
         return _of_engine(bit, min(with_bit, key=lambda e: e.owner_died), now_ns)

@@ -16,36 +16,54 @@ from .node.reading import NodeReading
 
 
 class NoSuchEngine(KvshmError):
-    """No engine is called as the user says."""
+    """No engine has the name that the user gives."""
 
     def __init__(self, wanted: str, names: Iterable[str]) -> None:
-        """``names``: of the engines that there are."""
         there = ", ".join(names) or "none"
         super().__init__(f"no engine is called {wanted!r}; there are: {there}")
 
 
 def add_selection(parser: argparse.ArgumentParser, *, engine: bool = True) -> None:
-    """Add --run-dir, --namespace, --json and, unless told otherwise, --engine."""
+    """Add --run-dir, --namespace, --json and, unless ``engine`` is false, --engine."""
     add = parser.add_argument
     if engine:
         add("--engine", metavar="NAME|PID|EPOCH", help="only this engine; an epoch is hexadecimal")
-    add("--namespace", help="only this namespace (default: $KVSHM_NAMESPACE, else all; '': all)")
-    add("--run-dir", help="where the engines' sockets lie (default: as for engines)")
+    add_place(parser, "only this namespace (default: $KVSHM_NAMESPACE, else all; '': all)")
     add("--json", action="store_true", help="as JSON")
+
+
+def add_place(
+    parser: argparse.ArgumentParser, namespace: str = "of which engines (default: $KVSHM_NAMESPACE)"
+) -> None:
+    """Add --namespace, with this help, and --run-dir."""
+    parser.add_argument("--namespace", help=namespace)
+    parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
+
+
+def read_place(asked: argparse.Namespace) -> tuple[Config, Path]:
+    """Return the settings of the place that is meant, and its run directory, which need not exist.
+    Raises ConfigError.
+
+    Reads no other setting, since a command that shows things also helps to find out what is wrong
+    with the others.
+    """
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    config = Config.of_place(os.environ, options)
+    return config, choose_run_directory(config.run_dir, os.environ)
+
+
+def given_namespace(config: Config) -> str | None:
+    """The namespace, if one is given; else None: all."""
+    return config.namespace if "KVSHM_NAMESPACE" in config.given else None
 
 
 def find_place(asked: argparse.Namespace) -> tuple[Path, str | None]:
     """Return the run directory, checked if it exists, and the namespace that is meant (None: all).
-
-    Reads no other setting, since a command that shows things also helps to find out what is wrong
-    with the others.  Raises ConfigError or RunDirectoryError.
-    """
-    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    config = Config.of_place(os.environ, options)
-    run_dir = choose_run_directory(config.run_dir, os.environ)
+    Raises ConfigError or RunDirectoryError."""
+    config, run_dir = read_place(asked)
     if os.path.exists(run_dir):
         open_run_directory(config.run_dir, os.environ)
-    return run_dir, config.namespace if "KVSHM_NAMESPACE" in config.given else None
+    return run_dir, given_namespace(config)
 
 
 def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> NodeReading:
@@ -68,4 +86,4 @@ def _all_names(reading: NodeReading) -> Iterator[str]:
     yield from (engine.label for engine in reading.engines)
     for space in reading.namespaces:
         yield from (space.name_of(epoch) for epoch in space.unreadable)
-        yield from (told.engine for told in space.declined)
+        yield from (record.engine for record in space.declined)

@@ -13,7 +13,6 @@ from .output import table as any_table
 
 CHAINS_SHOWN = 20
 _IF_ANY = ("group", "held", "held for")
-"""Columns that are shown if a row is of another group than 0, or is held."""
 _HASH_DIGITS = 16
 
 
@@ -74,17 +73,17 @@ def _engines(engines: list[Json]) -> Iterator[str]:
 
 
 def _engine_details(engine: Json, everything: bool) -> Iterator[str]:
-    who = name_of(engine)
+    name = name_of(engine)
     shown = engine["chains"] if everything else engine["chains"][:CHAINS_SHOWN]
     counters = [{"counter": label, "value": n} for label, n in engine["counters"].items()]
-    yield from _titled(f"blocks of {who}", _BLOCKS, engine["blocks"])
-    yield from _titled(f"chains of {who}", _CHAINS, shown)
+    yield from _titled(f"blocks of {name}", _BLOCKS, engine["blocks"])
+    yield from _titled(f"chains of {name}", _CHAINS, shown)
     if more := len(engine["chains"]) - len(shown):
         yield f"  and {more} shorter ones (--entries shows all)"
-    yield from _titled(f"counters of {who}", {"counter": "counter", "value": "value"}, counters)
-    yield from _titled(f"errors of {who}", {"times": "times", "error": "text"}, engine["errors"])
+    yield from _titled(f"counters of {name}", {"counter": "counter", "value": "value"}, counters)
+    yield from _titled(f"errors of {name}", {"times": "times", "error": "text"}, engine["errors"])
     for problem in engine["problems"]:
-        yield f"\n  wrong in {who}: {problem}"
+        yield f"\n  wrong in {name}: {problem}"
 
 
 # -- columns

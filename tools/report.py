@@ -38,14 +38,11 @@ class Filters:
     """What to show.  The default is all engines and their leased blocks."""
 
     engine: str | None = None
-    """Name, pid or epoch (hexadecimal) of an engine."""
     block_hash: str = ""
     """Beginning of block hashes, in lower-case hexadecimal digits: list the matching blocks, leased
     or not."""
     leased: bool = False
-    """Show only leased blocks."""
     entries: bool = False
-    """List every block in use and every replica entry."""
 
     @property
     def replica_entries(self) -> bool:
@@ -184,7 +181,6 @@ def _states(num_blocks: int, slots: Mapping[int, Slot], now: int) -> dict[str, i
 
 
 def _held_for(slot: Slot, now: int) -> int:
-    """Seconds for which a slot in use is still held."""
     return seconds_left(slot.held_until, now) if slot.state is SlotState.READY else 0
 
 

@@ -23,7 +23,6 @@ _TRANSFER = "--kv-transfer-config"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``kvshm config``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Print each setting, its value in a process that is started in this environment, and\n"
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the settings; return the exit status.  Raises KvshmError for a bad one."""
     transfer = {} if asked.kv_transfer_config is None else _parse(asked.kv_transfer_config)
     extra = own_settings(
         transfer.get("kv_connector"), transfer.get("kv_connector_extra_config", {})
@@ -66,16 +64,16 @@ def _as_json(
     settings: list[tuple[str, str | None, str]], warnings: tuple[str, ...]
 ) -> dict[str, Any]:
     """The values are texts, as variables have them; null: unset."""
-    told = {name: {"value": value, "origin": origin} for name, value, origin in settings}
-    return {"settings": told, "warnings": list(warnings)}
+    values = {name: {"value": value, "origin": origin} for name, value, origin in settings}
+    return {"settings": values, "warnings": list(warnings)}
 
 
 def _parse(text: str) -> Mapping[str, Any]:
     """Return what the option of vLLM says.  Raises ConfigError if it is no JSON object."""
     try:
-        said = json.loads(text)
+        options = json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{_TRANSFER}={text!r} is not JSON: {exc}; correct it") from exc
-    if not isinstance(said, dict):
+    if not isinstance(options, dict):
         raise ConfigError(f"{_TRANSFER}={text!r} is not a JSON object; correct it")
-    return said
+    return options

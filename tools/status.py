@@ -29,14 +29,12 @@ from .render import leftover
 HELP = "one line per engine: healthy, degraded or down"
 EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
 EXIT_NO = 1
-"""Of a probe whose answer is no."""
 MOST_LINES = 20
 """Engines without a table that are listed one by one."""
 PROBES = ("live", "ready", "progress", "serving", "coordinator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant, and what is asked of them."""
     parser.description = (
         "Say how each engine is, from shared memory alone. live: its process runs and has handed "
         "out its slot table; ready: it has joined, and others can read its blocks; progress: each "
@@ -45,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "exit status: 0 everything is healthy; 1 something is degraded (engines serve, but do not "
         "share as they should); 2 wrong command line or setting; 3 something is down, or nothing "
-        "of kvshm runs; 4 no engine is called so. With --probe: 0 yes, 1 no (also: no engine is "
-        "called so), 2 as above"
+        "of kvshm runs; 4 no engine has that name. With --probe: 0 yes, 1 no (also: no engine has "
+        "that name), 2 as above"
     )
     add_selection(parser)
     add = parser.add_argument
@@ -77,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Look at the node once and print; return the exit status."""
     try:
         return _run(asked)
     except (KvshmError, OSError) as exc:
@@ -121,10 +118,10 @@ def as_json(health: NodeHealth) -> Json:
                 "coordinator": _coordinator(space.coordinator),
                 "engines": [_engine(each) for each in space.engines],
                 "declined": [_declined(each) for each in space.declined],
-                "ended": [_unknown(space.reading, each.epoch) for each in space.ended],
+                "ended": [_unknown(space.reading, epoch) for epoch in space.reading.ended],
                 "unreadable": [
-                    _unknown(space.reading, each.epoch) | _reasons([each.reason])
-                    for each in space.unreadable
+                    _unknown(space.reading, epoch) | _reasons([space.unknown[epoch]])
+                    for epoch in space.reading.unreadable
                 ],
             }
             for space in health.namespaces
@@ -160,7 +157,7 @@ def _engine(health: EngineHealth) -> Json:
 
 
 def _unknown(space: NamespaceReading, epoch: Epoch) -> Json:
-    """An engine whose table is not known: what other engines and the kernel tell of it."""
+    """An engine whose table is not known: what other engines and the kernel show of it."""
     peer, pid = space.peer(epoch), space.pids_here.get(epoch)
     return {"epoch": f"{epoch:016x}", "engine": peer.name if peer else None, "pid": pid}
 
@@ -230,10 +227,9 @@ def _answers(probe: str, health: NodeHealth) -> Iterator[tuple[bool, str]]:
             if each.progress is None and probe in ("progress", "serving"):
                 note(f"{each.engine.log_name}: {each.texts[-1]}")
             yield _passes(probe, each), f"{each.engine.log_name}: {'; '.join(each.texts)}"
-        for ended in space.ended:
-            yield False, f"{reading.name_of(ended.epoch)} has ended"
-        for unreadable in space.unreadable:
-            yield False, f"{reading.name_of(unreadable.epoch)}: {unreadable.reason.text}"
+        for epoch, (code, why) in space.unknown.items():
+            text = " has ended" if code is Code.ENDED else f": {why}"
+            yield False, f"{reading.name_of(epoch)}{text}"
         for declined in space.declined:  # nothing of kvshm is in it that could hang
             name = engine_name(name=declined.record.engine, pid=declined.record.pid)
             yield probe != "ready", f"{name}: {declined.reason.text}"

@@ -32,9 +32,7 @@ EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
 _COUNTED = re.compile(rf"^{IMPORTED}(?:\{{.*\}})? +(\S+)", re.MULTILINE)
 _ODD_ANSWER = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON of another shape raises."""
 METRICS_SECONDS = 10.0
-"""How long the metrics may take to show an import."""
 _POLL_SECONDS = 0.1
 MOST = 1e6
 """Of any number on the command line: longer pauses overflow."""
@@ -65,7 +63,6 @@ class Answer:
     logprobs: list[float]
     """Of the chosen tokens."""
     top: list[dict[str, float]]
-    """For each place the most probable tokens."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +159,8 @@ class Server:
     def _request(self, path: str, body: bytes | None = None) -> str:
         url = self._url + path
         try:
-            status, told = _exchange(url, body, self._timeout)
-            text = told.decode()
+            status, content = _exchange(url, body, self._timeout)
+            text = content.decode()
         except (OSError, HTTPException, ValueError) as exc:
             raise ServerError(f"{self.name}: {url}: {str(exc) or type(exc).__name__}") from exc
         if not 200 <= status < 300:
@@ -197,13 +194,13 @@ def _exchange(url: str, body: bytes | None, seconds: float) -> tuple[int, bytes]
 @contextmanager
 def _shut_down_at(until: float, sock: socket.socket) -> Iterator[threading.Event]:
     """End whatever waits for this socket at a time; the event says that it has happened.  The
-    timeout of a socket is for each read: who sends a byte now and then never meets it."""
+    timeout of a socket is for each read: a server that sends a byte now and then never meets it."""
     late = threading.Event()
 
     def end() -> None:
         late.set()
         with suppress(OSError):  # it is closed already
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS too: no more is to be said
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS too: nothing more is sent
 
     timer = threading.Timer(max(0.0, until - time.monotonic()), end)
     timer.start()
@@ -258,14 +255,14 @@ def ask(
     return Outcome(dict(zip(NAMES, answers, strict=True)), imported)
 
 
-# -- telling
+# -- showing
 
 
 def _verdict(outcome: Outcome, tolerance: float) -> tuple[int, str]:
     if not outcome.imported_tokens:
         return EXIT_NOT_IMPORTED, (
             "nothing was imported: do both engines share (kvshm dump), and has the prompt "
-            "more than one block, so many that an import is faster (KVSHM_MIN_PREFIX_TOKENS)?"
+            "more than one block, and enough for an import to be faster (KVSHM_MIN_PREFIX_TOKENS)?"
         )
     found = outcome.divergences()
     if all(found[pair].within(tolerance) for pair in JUDGED):
@@ -277,7 +274,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
+def _as_data(outcome: Outcome, verdict: str) -> dict[str, Any]:
     """What ``--json`` prints; null stands for an infinite difference."""
     return {
         "verdict": verdict,
@@ -296,9 +293,9 @@ def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
     }
 
 
-def _as_text(told: dict[str, Any]) -> str:
-    lines = [f"B imported {told['imported_tokens']:.0f} tokens"]
-    for pair in told["pairs"]:
+def _as_text(found: dict[str, Any]) -> str:
+    lines = [f"B imported {found['imported_tokens']:.0f} tokens"]
+    for pair in found["pairs"]:
         first = pair["first_differing_token"]
         tokens = "equal tokens" if first is None else f"token {first} differs"
         most = pair["max_logprob_difference"]
@@ -308,11 +305,10 @@ def _as_text(told: dict[str, Any]) -> str:
             f"{math.inf if most is None else most:.3g} at most, {pair['unmatched_candidates']} "
             f"candidates unmatched{judged}"
         )
-    return "\n".join([*lines, told["verdict"]])
+    return "\n".join([*lines, found["verdict"]])
 
 
 def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
-    """A type for argparse: a number from ``least`` to MOST."""
 
     def number(text: str) -> float:
         if not least <= (found := kind(text)) <= MOST:
@@ -323,7 +319,6 @@ def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two servers and the prompt."""
     parser.description = (
         "Ask two running servers of one model the same prompt and compare what was computed, "
         "imported and hit locally."
@@ -350,7 +345,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, print what was found, return the exit status."""
     try:
         prompt = options.prompt
         if prompt is None:
@@ -364,6 +358,6 @@ def run(options: argparse.Namespace) -> int:
         note(f"kvshm verify-logits: {exc}")
         return EXIT_FAILED
     status, verdict = _verdict(outcome, options.tolerance)
-    told = _told(outcome, verdict)
-    show(told, lambda: [_as_text(told)], as_json=options.json)
+    found = _as_data(outcome, verdict)
+    show(found, lambda: [_as_text(found)], as_json=options.json)
     return status

@@ -1,7 +1,8 @@
-"""docs/commands/ is what docs/command_pages.py makes of the commands, and shells complete them."""
+"""docs/commands.md is what docs/command_pages.py makes of the commands; shells complete them."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -11,17 +12,17 @@ import pytest
 from kvshm.tools import cli
 
 
-def test_the_committed_pages_are_the_generated_ones() -> None:
-    committed = {page.name: page.read_text("utf-8") for page in command_pages.FOLDER.glob("*")}
-    assert committed == command_pages.pages(), "make docs"
-    assert command_pages.DOCTOR.read_text("utf-8") == command_pages.doctor_page(), "make docs"
+def test_the_committed_page_is_the_generated_one() -> None:
+    assert command_pages.PAGE.read_text("utf-8") == command_pages.page(), "make docs"
 
 
 def test_every_command_says_what_it_does_what_each_option_means_and_how_it_ends() -> None:
-    for name, page in command_pages.pages().items():
-        assert "|  |" not in page, name
-        assert name in ("README.md", "coordinator.md", "completion.md") or "**Exit status**" in page
-    assert [*command_pages.pages()] == [f"{name}.md" for name in cli.COMMANDS] + ["README.md"]
+    _, *parts = re.split(r"^## ", command_pages.page(), flags=re.MULTILINE)
+    by_name = {part.partition("\n")[0].removeprefix("kvshm "): part for part in parts}
+    assert [*by_name] == [*cli.COMMANDS]
+    for name, part in by_name.items():
+        assert "|  |" not in part, name
+        assert name in ("coordinator", "completion") or "**Exit status**" in part
 
 
 def test_bash_completes_commands_and_options(subtests: pytest.Subtests) -> None:

@@ -287,7 +287,7 @@ def test_a_replica_that_lags_is_told(served: ServedNode, two: tuple[Served, Serv
     seen = look(served)
     late = PeerReading("b", Epoch(2), suspected=False, entries=1, lacking=7, lag_seconds=4.0)
     found = engines.replica_lag(with_engines(seen, a={"peers": (late,)}))
-    assert found == (Result.WARNING, "a lacks 7 blocks of b, the oldest for 4.0 s")
+    assert found == (Result.WARNING, "a misses 7 blocks of b, the oldest for 4.0 s")
     assert engines.replica_lag(seen).result is Result.OK
 
 

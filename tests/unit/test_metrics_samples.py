@@ -23,7 +23,7 @@ from kvshm._shm.statistics import Counter, Histogram
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.metrics.command import as_json
 from kvshm.tools.metrics.definitions import ENGINE, LEFT_OUT, METRICS, Kind
-from kvshm.tools.metrics.exposition import as_accepted, as_text
+from kvshm.tools.metrics.exposition import as_text
 from kvshm.tools.metrics.samples import Buckets, cumulate, samples_of
 from kvshm.tools.node.reading import (
     Blocks,
@@ -332,9 +332,6 @@ def test_the_text_says_what_the_samples_say() -> None:
     for name, metric in METRICS.items():
         assert f"\n# TYPE {name} {metric.kind}\n" in text
         assert f"# HELP {name} {metric.help}\n" in text
-    opened, kind = as_accepted(samples_of(node(engine), UNIX), "application/openmetrics-text")
-    assert kind.startswith("application/openmetrics-text")
-    assert opened.endswith(b"\n# EOF\n")
 
 
 def test_json_says_the_same() -> None:
@@ -359,9 +356,3 @@ def test_the_page_is_the_generated_one() -> None:
     assert runpy.run_path(str(docs / "generate.py"))["metrics"](page) == page, "make docs"
     for name in METRICS:
         assert page.count(f"| `{name}` |") == 1
-
-
-def test_an_accept_header_that_makes_no_sense_gets_the_text_format() -> None:
-    samples = samples_of(node(), UNIX)
-    plain = as_accepted(samples, "")
-    assert as_accepted(samples, "application/openmetrics-text; version=abc") == plain

@@ -291,5 +291,5 @@ def test_a_node_is_as_well_as_what_does_worst_on_it() -> None:
     assert state() is State.DOWN
     odd = replace(good, unreadable={Epoch(2): "a", Epoch(3): "b"}, silent=frozenset({Epoch(3)}))
     (space,) = judge_node(NodeReading(NOW, (odd,)), LIMITS).namespaces
-    assert [each.reason.code for each in space.unreadable] == [Code.UNREADABLE, Code.SILENT]
+    assert [reason.code for reason in space.unknown.values()] == [Code.UNREADABLE, Code.SILENT]
     assert worst(iter(())) is State.HEALTHY

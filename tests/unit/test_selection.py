@@ -15,7 +15,7 @@ from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.options import select
-from kvshm.tools.top.looks import Looks
+from kvshm.tools.top.history import NodeHistory
 
 from .dumps import coordinator_of, silent_engine
 from .served import ServedNode
@@ -120,8 +120,8 @@ def test_a_silent_engine_has_the_name_by_which_others_know_it(served: ServedNode
     knows = served.serve("a", 1)
     knows.replica.add_row(Epoch(5), "b", 26, LeaseBit(7))
     with silent_engine(served, 5), NodeReader(served.run_dir, served.namespace) as reader:
-        looks = Looks(reader)
-        view = looks.look()
+        history = NodeHistory(reader)
+        view = history.look()
         reading = select(reader.read(), "b")
         for command in ("dump", f"kv dump {served.run_dir}/f --namespace {served.namespace}"):
             assert kvshm(f"{command} --engine b", served.run_dir).returncode == 1, "it is there"
@@ -145,7 +145,7 @@ def test_an_ended_engine_is_told_from_a_living_one_of_its_name(served: ServedNod
     for bit in (3, 7):
         exporter.table.lease(LeaseBit(bit), record)
     with NodeReader(served.run_dir, served.namespace) as reader:
-        view = Looks(reader).look()
+        view = NodeHistory(reader).look()
     ended = [f.engines for f in view.faults if f.text == "its process has ended"]
     assert ended == [(f"e-{5:016x}", f"e-{6:016x}")]
     holders = json.loads(kvshm("holders --json", served.run_dir).stdout)

@@ -17,8 +17,7 @@ from kvshm._shm.error_log import LoggedError
 from kvshm.tools import cli
 from kvshm.tools.node.reading import EngineReading
 from kvshm.tools.output import clean
-from kvshm.tools.top import wording
-from kvshm.tools.top.frame import frame
+from kvshm.tools.top.frame import age, duration, frame, number, rate
 from kvshm.tools.top.rates import measure
 from kvshm.tools.top.screen import print_frame
 from kvshm.tools.top.view import View, build_view
@@ -64,16 +63,16 @@ def head_of(shown: Sequence[str], first: str = "ENGINE") -> list[str]:
 
 def test_a_frame_fits_any_terminal(subtests: pytest.Subtests) -> None:
     """And shows as many engines as there is room for, first those that are not well."""
-    for size in [(80, 24), (200, 50), (120, 12), (40, 24), (20, 10), (1, 1)]:
-        for number in [1, 2, 8, 28]:
-            with subtests.test(size=size, number=number):
+    for size in [(80, 24), (200, 50), (120, 12), (40, 24), (20, 10), (20, 5), (1, 1)]:
+        for engines in [1, 2, 8, 28]:
+            with subtests.test(size=size, engines=engines):
                 width, height = size
-                shown = lines(view_of(*many(number)), width, height)
+                shown = lines(view_of(*many(engines)), width, height)
                 assert len(shown) <= height
                 assert max(map(cell_len, shown)) <= width
-                if width >= 80 and number > 1:
+                if width >= 80 and engines > 1:
                     assert any(line.startswith("dp2 ") and "down" in line for line in shown)
-                if width >= 80 and height >= 24 and number > 1:
+                if width >= 80 and height >= 24 and engines > 1:
                     assert any("TO \\ FROM" in line for line in shown)
                     assert any("dp2: its process has ended" in line for line in shown)
 
@@ -164,16 +163,16 @@ def test_numbers_are_short(subtests: pytest.Subtests) -> None:
         (999_600, "1.0M"),
     ]:
         with subtests.test(value=value, text=text):
-            assert wording.number(value) == text
+            assert number(value) == text
 
 
 def test_units() -> None:
-    rates = [wording.rate(v) for v in (None, 0, 999, 3.14e9, 71.6e6)]
+    rates = [rate(v) for v in (None, 0, 999, 3.14e9, 71.6e6)]
     assert rates == ["-", "0 B/s", "999 B/s", "3.1 GB/s", "72 MB/s"]
-    assert [wording.duration(v) for v in (None, 0, 9, 41e3, 1.3e6, 12e9)] == [
+    assert [duration(v) for v in (None, 0, 9, 41e3, 1.3e6, 12e9)] == [
         "-", "0", "9 ns", "41 us", "1.3 ms", "12 s",
     ]  # fmt: skip
-    assert [wording.age(v) for v in (0, 59, 300, 7200, 172800)] == [
+    assert [age(v) for v in (0, 59, 300, 7200, 172800)] == [
         "0 s", "59 s", "5 min", "2 h", "2 d",
     ]  # fmt: skip
 

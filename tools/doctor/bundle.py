@@ -26,9 +26,9 @@ from kvshm.errors import ConfigError
 from ..output import Json
 from ..report import Filters, build_report
 from ..status import as_json as status_of
+from .checks import Findings, as_json
 from .evidence import Evidence
 from .processes import NAMED
-from .report import Findings, as_json
 
 HASHES = {"hash", "hashes", "last_hash", "block_hash", "hash_prefix", "blocks", "entries", "chains"}
 """Keys of a dump whose values are, or contain, block hashes."""

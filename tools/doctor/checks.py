@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvshm.version import __version__
+
+from ..output import Json
 from .evidence import Evidence
 
 PATIENCE_SECONDS = 10.0
@@ -19,9 +22,7 @@ class Result(StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    """Engines share, but perhaps not as meant."""
     PROBLEM = "problem"
-    """Something does not work."""
     NOT_APPLICABLE = "not applicable"
     """There is nothing to check, for the reason that is given."""
 
@@ -42,6 +43,10 @@ class Check:
     remedy: str
     """What to do if the result is a warning or a problem."""
     look: Callable[[Evidence], Finding]
+
+
+Findings = Sequence[tuple[Check, Finding]]
+BAD = (Result.WARNING, Result.PROBLEM)
 
 
 def ok(text: str) -> Finding:
@@ -80,11 +85,29 @@ def _run(check: Check, evidence: Evidence, patience: float) -> Finding:
         try:
             found.append(check.look(evidence))
         except Exception as exc:  # any: the other checks are still worth their answers
-            said = f"{type(exc).__name__}: {exc}".splitlines()[0]
-            found.append(problem(f"could not be checked: {said}"))
+            text = f"{type(exc).__name__}: {exc}".splitlines()[0]
+            found.append(problem(f"could not be checked: {text}"))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(patience)
     hangs = f"could not be checked: no answer within {patience:g} s"
     return found[0] if found else problem(hangs)
+
+
+def as_json(findings: Findings) -> Json:
+    """One object for each check; the remedy only where one is needed."""
+    return {
+        "version": __version__,
+        "problems": sum(found.result is Result.PROBLEM for _, found in findings),
+        "warnings": sum(found.result is Result.WARNING for _, found in findings),
+        "checks": [
+            {
+                "check": check.name,
+                "result": found.result,
+                "found": found.text,
+                "remedy": check.remedy if found.result in BAD else None,
+            }
+            for check, found in findings
+        ],
+    }

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvshm._base.rundir import choose_run_directory
-from kvshm.config import Config
-
-from ..options import add_selection
+from ..options import add_selection, given_namespace, read_place
 from ..output import clean, note, show
 from .bundle import write_bundle
-from .checks import Result, run_checks
+from .checks import BAD, Findings, Result, as_json, run_checks
 from .evidence import gather
 from .registry import CHECKS
-from .report import BAD, Findings, as_json
 
 HELP = "check the node: what is wrong, and what to do about it"
 EXIT_WELL, EXIT_PROBLEMS = range(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which engines are meant, and where to write a bundle."""
     parser.description = (
         "Check the machine, the run directory and the engines in it; print one line per check, and "
         "what to do where something is wrong. Changes nothing, and needs no running engine. "
@@ -45,13 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Check, print, write the bundle; return the exit status."""
-    config = Config.of_place(
-        os.environ, {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    )
-    run_dir = choose_run_directory(config.run_dir, os.environ)
-    namespace = config.namespace if "KVSHM_NAMESPACE" in config.given else None
-    evidence = gather(run_dir, namespace)
+    config, run_dir = read_place(asked)
+    evidence = gather(run_dir, given_namespace(config))
     findings = run_checks(CHECKS, evidence)
     show(as_json(findings), lambda: _lines(findings), as_json=asked.json)
     if asked.bundle is not None:

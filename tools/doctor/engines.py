@@ -68,7 +68,7 @@ def versions(seen: Evidence) -> Finding:
 def _cannot_be_read(seen: Evidence, code: Code) -> Iterator[str]:
     """Engines of which nothing can be shown, for this reason."""
     for space in seen.health.namespaces:
-        for epoch, reason in space.unreadable:
+        for epoch, reason in space.unknown.items():
             if reason.code is code:
                 yield f"engine {space.reading.name_of(epoch)}: {reason.text}"
 
@@ -90,13 +90,13 @@ def declined(seen: Evidence) -> Finding:
     every = [one for space in seen.reading.namespaces for one in space.declined]
     if not every:
         return ok("no engine has declined to share")
-    told = "; ".join(f"{one.engine} (pid {one.pid}): {one.reason}" for one in every)
-    return ok(told) if all(one.on_purpose for one in every) else problem(told)
+    texts = "; ".join(f"{one.engine} (pid {one.pid}): {one.reason}" for one in every)
+    return ok(texts) if all(one.on_purpose for one in every) else problem(texts)
 
 
 def replica_lag(seen: Evidence) -> Finding:
     found = (
-        f"{engine.label} lacks {peer.lacking} blocks of {peer.name}, the oldest for "
+        f"{engine.label} misses {peer.lacking} blocks of {peer.name}, the oldest for "
         f"{peer.lag_seconds:.1f} s"
         for engine in seen.reading.engines
         for peer in engine.peers
@@ -115,8 +115,8 @@ def clocks(seen: Evidence) -> Finding:
         for space in seen.reading.namespaces
         if space.coordinator_ns is None
     ]
-    told = (f"whether {each} goes on cannot be told: no offset of a clock" for each in found)
-    return judged(told, "all times can be compared, also across time namespaces", warning)
+    texts = (f"whether {each} goes on cannot be told: no offset of a clock" for each in found)
+    return judged(texts, "all times can be compared, also across time namespaces", warning)
 
 
 def pid_namespaces(seen: Evidence) -> Finding:
@@ -149,12 +149,12 @@ def copy_paths(seen: Evidence) -> Finding:
     slow = [f"{p.importer} from {p.exporter}: {p.slow}" for p in pairs if p.slow]
     if slow:
         return warning("; ".join(slow))
-    told = (
+    texts = (
         f"{p.importer} from {p.exporter} by {p.path}"
         + (f" at {p.speed / 1e9:.2g} GB/s" if p.speed else ", too little for a speed")
         for p in pairs
     )
-    return ok("; ".join(told))
+    return ok("; ".join(texts))
 
 
 def _of_engines(

@@ -18,8 +18,10 @@ from ..node.reading import NodeReading
 from .processes import Processes, find_processes, own_line
 
 GPU_SECONDS = 5
-LOGIND_FILES = ("/etc/systemd/logind.conf", *(f"{top}/systemd/logind.conf.d" for top in
-                ("/usr/lib", "/run", "/etc")))  # fmt: skip
+LOGIND_FILES = (
+    "/etc/systemd/logind.conf",
+    *(f"{top}/systemd/logind.conf.d" for top in ("/usr/lib", "/run", "/etc")),
+)
 """In the order in which a later one counts more."""
 
 
@@ -35,7 +37,6 @@ class Evidence:
     reading: NodeReading
     processes: Processes
     gpus: str | None
-    """What nvidia-smi says of each GPU; None if there is none."""
     environ: Mapping[str, str]
     proc: Path = Path("/proc")
     shm: Path = Path("/dev/shm")

@@ -28,16 +28,16 @@ def shm(seen: Evidence) -> Finding:
         return warning(f"{seen.shm} is not a tmpfs, but {file_system(seen.shm, seen.proc)}")
     found = os.statvfs(seen.shm)
     free = found.f_bavail * found.f_frsize
-    said = f"{free // MIB} MiB of {seen.shm} are free"
+    text = f"{free // MIB} MiB of {seen.shm} are free"
     if free < VLLM_SHM_BYTES:
-        return problem(f"{said}; vLLM needs {VLLM_SHM_BYTES // MIB} for each engine to start")
-    return ok(said)
+        return problem(f"{text}; vLLM needs {VLLM_SHM_BYTES // MIB} for each engine to start")
+    return ok(text)
 
 
 def memory(_: Evidence) -> Finding:
     free = available_bytes()
-    said = f"{free // MIB} MiB are available on the machine and in this container"
-    return ok(said) if free >= LEAST_MEMORY else problem(said)
+    text = f"{free // MIB} MiB are available on the machine and in this container"
+    return ok(text) if free >= LEAST_MEMORY else problem(text)
 
 
 def sealed_memory(_: Evidence) -> Finding:
@@ -55,8 +55,8 @@ def sealed_memory(_: Evidence) -> Finding:
 
 def descriptors(_: Evidence) -> Finding:
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    said = f"{soft} file descriptors are permitted to a process that is started from here"
-    return ok(said) if soft == -1 or soft >= LEAST_DESCRIPTORS else warning(said)
+    text = f"{soft} file descriptors are permitted to a process that is started from here"
+    return ok(text) if soft == -1 or soft >= LEAST_DESCRIPTORS else warning(text)
 
 
 def file_system(path: Path, proc: Path) -> str:
@@ -74,10 +74,10 @@ def file_system(path: Path, proc: Path) -> str:
 def remove_ipc(seen: Evidence) -> Finding:
     """logind removes a user's files in /dev/shm at the end of the last session; system users'
     stay."""
-    told = [line for file in seen.logind for line in _settings(file)]
-    if not told and not seen.logind[0].exists():
+    values = [line for file in seen.logind for line in _settings(file)]
+    if not values and not seen.logind[0].exists():
         return not_applicable("no logind.conf here")
-    value = told[-1] if told else "yes, the default"
+    value = values[-1] if values else "yes, the default"
     if value.lower().split(",")[0] in {"no", "false", "off", "0"}:
         return ok(f"RemoveIPC={value}")
     if os.geteuid() == 0:

@@ -1,4 +1,4 @@
-"""Checks of the place where engines meet: the run directory, and who uses another one."""
+"""Checks of the place where engines meet: the run directory, and processes that use another."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .processes import Process
 
 NOBODY = "no engine process of this user is seen"
 
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "afs", "glusterfs",
-           "fuse.sshfs", "fuse.glusterfs", "beegfs"}  # fmt: skip
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "afs", "beegfs"}
+NETWORK |= {"glusterfs", "fuse.glusterfs", "fuse.sshfs"}
 
 
 def run_directory(seen: Evidence) -> Finding:
@@ -50,11 +50,13 @@ def elsewhere(seen: Evidence) -> Finding:
     """Engines that could share with those of this run directory and do not look here."""
     if not seen.processes.enabled:
         return not_applicable(NOBODY)
-    told = defaultdict(list)
+    pids_by_place = defaultdict(list)
     for process in seen.processes.enabled:
         if place := _other_place(process, seen):
-            told[place].append(str(process.pid))
-    found = (f"engine process {', '.join(who)} uses {place}" for place, who in told.items())
+            pids_by_place[place].append(str(process.pid))
+    found = (
+        f"engine process {', '.join(pids)} uses {place}" for place, pids in pids_by_place.items()
+    )
     return judged(found, "no engine process of this user uses another place", warning)
 
 
@@ -64,7 +66,7 @@ def using_this(seen: Evidence) -> list[Process]:
 
 
 def _other_place(process: Process, seen: Evidence) -> str:
-    """Where it looks for others, if not here; empty as well if its settings do not tell."""
+    """Where it looks for others, if not here; empty as well if its settings do not say."""
     try:
         config = Config.of_place(process.environ)
     except ConfigError:
@@ -85,9 +87,9 @@ def users(seen: Evidence) -> Finding:
     others = [path for path in seen.tmp.glob("kvshm-*") if path.stat().st_uid != os.geteuid()]
     unread = seen.processes.unread
     rest = f"{unread} processes could not be looked at" if unread else "it could look at all others"
-    said = f"this command runs as uid {os.geteuid()}, and sees engines of that user only; {rest}"
-    names = (f"{path} belongs to uid {path.stat().st_uid}: {said}" for path in others)
-    return judged(names, said, warning)
+    text = f"this command runs as uid {os.geteuid()}, and sees engines of that user only; {rest}"
+    names = (f"{path} belongs to uid {path.stat().st_uid}: {text}" for path in others)
+    return judged(names, text, warning)
 
 
 def leftovers(seen: Evidence) -> Finding:

@@ -34,7 +34,6 @@ CONNECTOR = b"KvshmConnector"
 _COMMANDS = {b"kvshm", b"kvshm-coordinator", b"kvshm.coordinator", b"kvshm.tools.cli"}
 """Programs and modules of kvshm's own, which are no engines."""
 _LOADED = re.compile(rb"/(vllm|kvshm)/_\w*\.[\w.]*so")
-"""A library of vLLM or kvshm among a process's mappings."""
 _FIRST_ARGUMENTS = 5
 """Among which their names stand: of the interpreter, its options, -m and a module."""
 
@@ -46,7 +45,6 @@ class Process:
     pid: int
     environ: Mapping[str, str]
     root: Path
-    """Its root directory, as this process reaches it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def _has_loaded(maps: Path) -> bool:
 
 def _is_enabled(environ: Mapping[str, str]) -> bool:
     """The variable counts more than the file.  With a file that cannot be used no engine starts."""
-    if said := environ.get("KVSHM_ENABLE", ""):
-        return said.lower() in ENABLED
+    if enabled := environ.get("KVSHM_ENABLE", ""):
+        return enabled.lower() in ENABLED
     try:
         keys = setting_sources.read_file(environ).keys
     except ConfigError:

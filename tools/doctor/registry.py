@@ -126,7 +126,7 @@ CHECKS = (
     ),
     Check(
         "copy paths",
-        "who copies from whom, by which path, how fast",
+        "which engine copies from which, by which path, how fast",
         "see peer access in nvidia-smi topo -m; place engines that share behind one NVLink or "
         "PCIe switch",
         engines.copy_paths,
@@ -145,7 +145,7 @@ CHECKS = (
     ),
     Check(
         "hash seeds",
-        "PYTHONHASHSEED of engines, from which vLLM's block hashes begin",
+        "PYTHONHASHSEED of engines, from which vLLM's block hashes start",
         "give all engines the same PYTHONHASHSEED, or none with vLLM's default hash",
         settings.hash_seeds,
     ),

@@ -37,19 +37,19 @@ def _warnings(process: Process) -> Iterator[str]:
     try:
         yield from Config.from_env(process.environ).warnings
     except ConfigError:
-        return  # ``own_settings`` tells
+        return  # ``own_settings`` shows it
 
 
 def hash_seeds(seen: Evidence) -> Finding:
-    """Without the variable vLLM's default hash begins with a fixed one."""
+    """Without the variable vLLM's default hash starts from a fixed one."""
     if not (here := using_this(seen)):
         return not_applicable(NOBODY)
     by_seed = defaultdict(list)
     for process in here:
         by_seed[process.environ.get("PYTHONHASHSEED")].append(str(process.pid))
-    told = [f"{seed or 'unset'} in {', '.join(pids)}" for seed, pids in by_seed.items()]
-    found = [f"PYTHONHASHSEED differs: {'; '.join(told)}"] if len(told) > 1 else []
-    return judged(found, f"PYTHONHASHSEED is {told[0]}", problem)
+    texts = [f"{seed or 'unset'} in {', '.join(pids)}" for seed, pids in by_seed.items()]
+    found = [f"PYTHONHASHSEED differs: {'; '.join(texts)}"] if len(texts) > 1 else []
+    return judged(found, f"PYTHONHASHSEED is {texts[0]}", problem)
 
 
 def allocator(seen: Evidence) -> Finding:
@@ -81,15 +81,17 @@ def _number(text: str) -> int:
 
 def _of_all(
     seen: Evidence,
-    tell: Callable[[Process], Iterator[str]],
+    find: Callable[[Process], Iterator[str]],
     good: str,
     bad: Callable[[str], Finding],
 ) -> Finding:
-    """Each thing that is told is said once, with the processes of which it is true."""
+    """Each text once, with the processes for which it was found."""
     if not (here := using_this(seen)):
         return not_applicable(NOBODY)
-    told = defaultdict(list)
+    texts = defaultdict(list)
     for process in here:
-        for text in tell(process):
-            told[text].append(str(process.pid))
-    return judged((f"{text} (process {', '.join(who)})" for text, who in told.items()), good, bad)
+        for text in find(process):
+            texts[text].append(str(process.pid))
+    return judged(
+        (f"{text} (process {', '.join(pids)})" for text, pids in texts.items()), good, bad
+    )

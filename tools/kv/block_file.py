@@ -55,13 +55,10 @@ class BlockKey:
     """Which block a row holds."""
 
     key: bytes
-    """The block's hash, 32 bytes."""
     parent: bytes
     """The first 8 bytes of the key of the block before it; zeros for a prompt's first block."""
     depth: int
-    """Number of blocks before it."""
     group: int
-    """Its KV cache group."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,8 @@ class Description:
     fields: dict[str, str]
     """What the fingerprint is the digest of."""
     engine: str
-    """Name of the engine that the blocks were read from: for people."""
     model: str
     block_size: int
-    """Tokens of a block."""
     regions: list[list[int]]
     """For each rank the bytes of one block in each region."""
     blocks: list[BlockKey] = field(default_factory=list)
@@ -96,7 +91,7 @@ class Description:
 
     def metadata(self) -> dict[str, str]:
         """The file's metadata: text by name, lists and maps as JSON."""
-        told = {
+        lists = {
             "fields": self.fields,
             "regions": self.regions,
             "keys": [block.key.hex() for block in self.blocks],
@@ -112,7 +107,7 @@ class Description:
             "engine": self.engine,
             "model": self.model,
             "kvshm_version": self.kvshm_version,
-            **{name: msgspec.json.encode(value).decode() for name, value in told.items()},
+            **{name: msgspec.json.encode(value).decode() for name, value in lists.items()},
         }
 
 
@@ -237,9 +232,8 @@ def _map(path: Path) -> Any:
 
 
 def _describe(metadata: dict[str, str]) -> Description:
-    """Raises ValueError: a DecodeError of msgspec is one."""
-    if (said := metadata.get("format")) != FORMAT:
-        raise ValueError(f"its format is {said!r}, wanted {FORMAT!r}")
+    if (stated := metadata.get("format")) != FORMAT:
+        raise ValueError(f"its format is {stated!r}, wanted {FORMAT!r}")
     keys = _decode(metadata, "keys", list[_Key])
     parents = _decode(metadata, "parents", list[_Tag])
     depths = _decode(metadata, "depths", list[_Word])
@@ -272,7 +266,7 @@ def _describe(metadata: dict[str, str]) -> Description:
 
 def _text(metadata: dict[str, str], name: str) -> str:
     if name not in metadata:
-        raise ValueError(f"its metadata lack {name}")
+        raise ValueError(f"its metadata have no {name}")
     return metadata[name]
 
 

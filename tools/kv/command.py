@@ -1,8 +1,4 @@
-"""``kvshm kv``: its command line.  Needs numpy and safetensors: ``pip install 'kvshm[kv]'``.
-
-Exit status of dump and serve: 0; 1 if nothing was written or served; 2 for a wrong command line or
-setting.  Of compare: compare.py.
-"""
+"""``kvshm kv``: its command line.  Needs numpy and safetensors: ``pip install 'kvshm[kv]'``."""
 
 from __future__ import annotations
 
@@ -17,15 +13,11 @@ from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 
+from ..options import add_place
 from ..output import clean
 from .number_formats import DTYPES
 
 HELP = "write blocks to a file, show them to engines, compare them"
-
-
-def _place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--namespace", help="of which engines (default: $KVSHM_NAMESPACE)")
-    parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
 
 
 def _count(text: str) -> int:
@@ -41,7 +33,6 @@ def _tolerance(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verbs."""
     parser.description = (
         "Blocks of KV caches in files. They are what a prompt became: private data."
     )
@@ -50,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dump",
         help="write published blocks of a running engine to a file",
         epilog="exit status: 0; 1 nothing was written; 2 wrong command line or setting; "
-        "4 no engine is called so",
+        "4 no engine has that name",
     )
     dump.add_argument("file", metavar="FILE", type=Path, help="only its owner can read it")
     dump.add_argument("--engine", metavar="NAME|PID|EPOCH", help="default: the only one there is")
@@ -58,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dump.add_argument(
         "--keys",
         metavar="HEX,...",
-        help="only blocks whose keys begin so, and all blocks before them in their prompts; @FILE "
-        "has one in each line",
+        help="only blocks whose keys start with these, and all blocks before them in their "
+        "prompts; @FILE has one in each line",
     )
-    dump.add_argument("--limit", metavar="N", type=_count, help="at most so many blocks")
+    dump.add_argument("--limit", metavar="N", type=_count, help="how many blocks at most")
     dump.add_argument("--force", action="store_true", help="replace the file if it exists")
-    _place(dump)
+    add_place(dump)
     serve = verbs.add_parser(
         "serve",
         help="show a file's blocks to engines of the same fingerprint, until SIGTERM",
@@ -71,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "command line or setting",
     )
     serve.add_argument("file", metavar="FILE", type=Path, help="what kvshm kv dump has written")
-    _place(serve)
+    add_place(serve)
     compare = verbs.add_parser(
         "compare",
         help="say how much the blocks of two files differ",
@@ -148,5 +139,4 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run the verb; return the exit status."""
     return VERBS[asked.verb](asked)

@@ -38,7 +38,6 @@ class Comparison:
 
     dtype: str
     blocks: int
-    """Blocks that both files have."""
     only: tuple[int, int]
     """Blocks that only the first, only the second file has."""
     tensors: dict[str, Distance]
@@ -159,5 +158,5 @@ def _cells(name: str, dtype: str, each: Distance) -> tuple[str, ...]:
         return (name, *["-"] * 6, str(each.different_bytes))
     numbers = (each.max_abs, each.mean_abs, each.rmse)
     snr, cosine = f"{each.snr_db:.1f}", f"{each.cosine:.8f}"
-    told = (*(f"{number:.4g}" for number in numbers), snr, cosine)
-    return (name, *told, str(each.not_finite), str(each.different_bytes))
+    measured = (*(f"{number:.4g}" for number in numbers), snr, cosine)
+    return (name, *measured, str(each.not_finite), str(each.different_bytes))

@@ -34,7 +34,6 @@ from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description, packed
 from .roster import ask_for
 
 HOST_MEMORY = "posix_shm"
-"""The transport whose blocks a file can hold."""
 BATCH_BYTES = 64 << 20
 """Blocks that are copied before they are re-checked: few bytes, so that few blocks are lost."""
 BATCH_BLOCKS = 64
@@ -54,7 +53,7 @@ class Wanted:
     keys: Sequence[str] = ()
     """Beginnings of keys, in hexadecimal digits: only these blocks and all blocks before them."""
     limit: int | None = None
-    """At most so many blocks, those nearest to the beginning of their prompts."""
+    """How many blocks at most: those nearest to the beginning of their prompts."""
 
 
 @dataclass
@@ -63,7 +62,6 @@ class Dump:
 
     what: Description
     arrays: list[list[Any]]
-    """For each rank and region the rows of all blocks."""
     changed: int = 0
     """Blocks that were left out because the engine reused them meanwhile."""
 
@@ -119,7 +117,6 @@ class _Block(NamedTuple):
 
 
 def _published(table: SlotTableView) -> list[_Block]:
-    """The blocks that are published now, each key of a group once."""
     found: dict[tuple[bytes, int], _Block] = {}
     for record in unpack_records(table.scan()):
         try:
@@ -213,7 +210,6 @@ class _Read:
 
     arrays: list[list[Any]]
     checksums: list[list[int]]
-    """For each rank those of its blocks."""
     blocks: list[BlockKey] = field(default_factory=list)
 
 

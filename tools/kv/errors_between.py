@@ -17,7 +17,6 @@ class Distance:
 
     def __init__(self) -> None:
         self.count = 0
-        """Pairs of numbers."""
         self.different_bytes = 0
         self.not_finite = 0
         """Pairs of which one number is NaN or infinite and the other is not the same."""

@@ -43,7 +43,7 @@ REPLY_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 LINGER_MS = 500
 _UNKNOWN = "unknown to kvshm kv dump"
-"""What engines of other fingerprints are told of this process's fields."""
+"""What engines of other fingerprints see of this process's fields."""
 
 
 class NotInRoster(KvshmError):

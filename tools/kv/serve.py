@@ -132,7 +132,6 @@ def _model(what: Description) -> str:
 
 
 def _records(what: Description) -> tuple[bytes, bytes]:
-    """All blocks as records, and the parents' tags."""
     records = (
         BlockRecord(BlockHash(b.key), BlockId(row), Generation(0), b.depth, group=b.group)
         for row, b in enumerate(what.blocks)

@@ -1,8 +1,4 @@
-"""``kvshm metrics``: what the engines share, as metrics for Prometheus.
-
-Exit status: 0, also after SIGTERM; 1: the file cannot be written, or the address not be listened
-on; 2: wrong command line or setting, or prometheus_client is not installed.
-"""
+"""``kvshm metrics``: what the engines share, as metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 9402
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how the metrics are told."""
     parser.description = (
         "Print what the engines' shared memory shows as metrics for Prometheus, write it to a "
         "file, or serve it. docs/metrics.md lists the metrics."
@@ -62,7 +57,6 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print, write or serve; return the exit status.  Raises KvshmError, OSError, ImportError."""
     if asked.json and (asked.listen or asked.output):
         raise ConfigError("--json prints; it does not go with --listen or --output")
     run_dir, namespace = find_place(asked)

@@ -120,7 +120,6 @@ def _add_namespace(found: _Found, health: NamespaceHealth) -> None:
 
 
 def _add_counted(found: _Found, engine: EngineReading) -> None:
-    """Add the metrics that show counters and histograms as they are."""
     for metric in METRICS.values():
         name = metric.name.removeprefix("kvshm_")
         for label, value in metric.shows.items():

@@ -51,7 +51,6 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._read, self._reading = read, threading.Lock()
         self._client_seconds, self._max_clients = client_seconds, max_clients
         self._began: dict[socket.socket, float] = {}
-        """When the connections of clients were accepted."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self.address_family, address = found[0][0], found[0][4][:2]
         super().__init__((str(address[0]), port), _Handler)
@@ -118,7 +117,8 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             if environ["REQUEST_METHOD"] == "GET":
                 with self._reading:
                     registry = registry_of(self._read())
-            answer: Iterable[bytes] = make_wsgi_app(registry)(environ, start_response)
+            app = make_wsgi_app(registry, disable_compression=True)
+            answer: Iterable[bytes] = app(environ, start_response)
         except Exception as exc:  # any: the next scrape may succeed
             say("metrics", f"a scrape failed: {type(exc).__name__}: {exc}")
             start_response("500 Internal Server Error", [("Content-Type", "text/plain")])

@@ -1,4 +1,4 @@
-"""Judges what a look at a node found: who lives, who is ready, whose loops go round.  Pure.
+"""Judges what a look at a node found: which engines live, are ready, and go round.  Pure.
 
 Three questions about an engine, each of which needs the one before:
 
@@ -9,16 +9,17 @@ Three questions about an engine, each of which needs the one before:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.progress import SCHEDULER_LOOP, LoopProgress
 
-from .logged import difference, last_refusal, missing_lease_bit
+from .logged import difference, last_of
 from .reading import EngineReading, NamespaceReading, NodeReading
 
 SCHEDULER_SECONDS = 60.0
@@ -26,7 +27,6 @@ SCHEDULER_SECONDS = 60.0
 LOOP_SECONDS = 10.0
 """How long other loops may rest: they go round once a second."""
 LOAD_SECONDS = 30.0
-"""How long a load may hold its leases."""
 CANNOT_TELL = "its clock cannot be compared with that of this process"
 
 
@@ -104,19 +104,11 @@ class CoordinatorHealth(NamedTuple):
 
     state: State
     reason: Reason | None = None
-    """What is wrong with it, or cannot be told of it."""
 
     @property
     def text(self) -> str:
         """The reason for people; empty if there is none."""
         return self.reason.text if self.reason else ""
-
-
-class UnknownHealth(NamedTuple):
-    """The judgement of an engine whose table is not known: it is down."""
-
-    epoch: Epoch
-    reason: Reason
 
 
 class DeclinedHealth(NamedTuple):
@@ -134,8 +126,8 @@ class NamespaceHealth:
     reading: NamespaceReading
     coordinator: CoordinatorHealth
     engines: tuple[EngineHealth, ...]
-    ended: tuple[UnknownHealth, ...]
-    unreadable: tuple[UnknownHealth, ...]
+    unknown: Mapping[Epoch, Reason]
+    """Why engines are down whose tables are not known: those that have ended first."""
     declined: tuple[DeclinedHealth, ...]
 
     @property
@@ -144,7 +136,7 @@ class NamespaceHealth:
         yield self.coordinator.state
         yield from (engine.state for engine in self.engines)
         yield from (declined.state for declined in self.declined)
-        yield from (State.DOWN for _ in (*self.ended, *self.unreadable))
+        yield from (State.DOWN for _ in self.unknown)
 
 
 @dataclass(frozen=True)
@@ -181,27 +173,21 @@ def judge_node(reading: NodeReading, limits: Limits = USUAL_LIMITS) -> NodeHealt
 
 
 def _judge_namespace(space: NamespaceReading, now_ns: int, limits: Limits) -> NamespaceHealth:
-    ended = Reason(Code.ENDED, "its process has ended")
+    unknown = {epoch: Reason(Code.ENDED, "its process has ended") for epoch in space.ended}
+    for epoch, why in space.unreadable.items():
+        unknown[epoch] = Reason(Code.SILENT if epoch in space.silent else Code.UNREADABLE, why)
     return NamespaceHealth(
         reading=space,
         coordinator=judge_coordinator(space, now_ns, limits),
         engines=tuple(judge(engine, space, now_ns, limits) for engine in space.engines),
-        ended=tuple(UnknownHealth(epoch, ended) for epoch in space.ended),
-        unreadable=tuple(
-            UnknownHealth(
-                epoch, Reason(Code.SILENT if epoch in space.silent else Code.UNREADABLE, why)
-            )
-            for epoch, why in space.unreadable.items()
-        ),
-        declined=tuple(
-            DeclinedHealth(
-                record,
-                State.HEALTHY if record.on_purpose else State.DEGRADED,
-                Reason(Code.NOT_SHARING, f"not sharing: {record.reason}"),
-            )
-            for record in space.declined
-        ),
+        unknown=unknown,
+        declined=tuple(map(_judge_declined, space.declined)),
     )
+
+
+def _judge_declined(record: Declined) -> DeclinedHealth:
+    reason = Reason(Code.NOT_SHARING, f"not sharing: {record.reason}")
+    return DeclinedHealth(record, State.HEALTHY if record.on_purpose else State.DEGRADED, reason)
 
 
 def judge(
@@ -288,14 +274,14 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[Rea
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
         yield Reason(Code.NOT_OPENED, f"ranks that have not opened the epoch: {ranks}")
     if space.coordinated and not engine.joined:
-        why = last_refusal(engine.errors)
+        why = last_of(ErrorCode.REFUSED, engine.errors)
         text = "it is not in the coordinator's roster" + (f": {why}" if why else "")
         yield Reason(Code.NOT_JOINED, text)
 
 
 def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[Reason]:
     for loop in engine.progress:
-        rested = _seconds(loop.last_ns or now_ns, now_ns)  # it may be about to begin
+        rested = _seconds(loop.last_ns or now_ns, now_ns)  # it may be about to start
         if _is_stalled(loop, rested, limits):
             waiting = f" with {loop.pending} waiting" if loop.pending else ""
             is_scheduler = loop.loop == SCHEDULER_LOOP
@@ -328,9 +314,9 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
     if held > limits.load:
         yield Reason(Code.LONG_LOAD, f"a load holds its leases for {held:.0f} s")
-    missing = missing_lease_bit(engine.errors)
-    if missing and engine.joined and engine.lease_bit is None:
-        yield Reason(Code.NO_LEASE_BIT, missing)
+    if engine.joined and engine.lease_bit is None:
+        why = last_of(ErrorCode.NO_LEASE_BIT, engine.errors)
+        yield from [Reason(Code.NO_LEASE_BIT, why)] if why else []
     if mismatched := engine.counters["mismatched"]:
         why = f"{mismatched} copied blocks differed from what was published"
         yield Reason(Code.MISMATCHED, why)

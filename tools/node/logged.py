@@ -1,29 +1,25 @@
-"""What the entries of an engine's error log mean.  Pure."""
+"""What the entries of an engine's error log say.  Pure."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from kvshm._node.incompatible import differing_field
 from kvshm._shm.error_log import ErrorCode, LoggedError
 
-
-def last_refusal(errors: tuple[LoggedError, ...]) -> str:
-    """Why the coordinator has refused the engine most recently; empty if it has not."""
-    return next((e.text for e in reversed(errors) if e.code is ErrorCode.REFUSED), "")
+Errors = tuple[LoggedError, ...]
 
 
-def missing_lease_bit(errors: Iterable[LoggedError]) -> str:
-    """The entry that no lease bit was free for the engine; empty if one was."""
-    return next((e.text for e in errors if e.code is ErrorCode.NO_LEASE_BIT), "")
+def last_of(code: ErrorCode, errors: Errors) -> str:
+    """The text of the most recent entry with this code; empty if there is none."""
+    return next((error.text for error in reversed(errors) if error.code is code), "")
 
 
-def other_versions(errors: Iterable[LoggedError]) -> list[str]:
-    """The entries that say that a kvshm of another version is here."""
-    return [error.text for error in errors if "upgrade kvshm" in error.text]
+def other_versions(errors: Errors) -> list[str]:
+    """The coordinator's refusals whose remedy is another version of kvshm."""
+    refusals = [error for error in errors if error.code is ErrorCode.REFUSED]
+    return [error.text for error in refusals if "upgrade kvshm" in error.text]
 
 
-def difference(errors: tuple[LoggedError, ...], name: str) -> tuple[str, str] | None:
+def difference(errors: Errors, name: str) -> tuple[str, str] | None:
     """The first field in which the engine differs from the one with this name, and the whole
     entry, the most recent one; None if it has met none with which it cannot share."""
     for error in reversed(errors):

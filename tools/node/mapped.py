@@ -40,7 +40,6 @@ class Problem:
     silent: bool = False
     """Whether the engine did not answer.  Otherwise its answer cannot be used."""
     shown: str = ""
-    """What is shown of a silent engine."""
 
     @property
     def text(self) -> str:
@@ -62,9 +61,7 @@ class MappedEngine:
         self.table: SlotTableView | None = None
         self.replica: ReplicaReader | None = None
         self.problems: dict[str, Problem] = {}
-        """By kind of segment."""
         self.answers = False
-        """Whether the engine itself has handed out its table."""
         self.gone_since: float | None = None
         """When its socket, or its process, was first seen to be gone."""
         self.pid_here: int | None = None
@@ -95,7 +92,7 @@ class MappedEngine:
         segment = f"kvshm.{self.namespace}.{kind}.{self.epoch:016x}"
         self.problems[kind] = Problem(segment, exc)
 
-    def fetch(self, clock: Callable[[], float], *, replica: bool) -> None:
+    def fetch(self, clock: Callable[[], float]) -> None:
         """Map what is not mapped yet, and the replica anew from time to time.  Blocks for some
         seconds at most if the engine is stopped."""
         if self.gone_since is not None and self.table is not None:
@@ -108,7 +105,7 @@ class MappedEngine:
                 self._ask_again = clock() + ASK_AGAIN_SECONDS
         problem = self.problems.get(TABLE_KIND)
         answers = self.answers or (problem is not None and not problem.silent)
-        if replica and answers and clock() >= self._replica_until:
+        if answers and clock() >= self._replica_until:
             self._fetch_replica(segments)
             self._replica_until = clock() + REPLICA_SECONDS
 

@@ -40,11 +40,9 @@ from .reading import (
 from .whereabouts import pids_of
 
 ENDED_SECONDS = 60.0
-"""For how long an engine is still shown after its end."""
 FRESH_SECONDS = 5.0
 """How long ago a coordinator may have gone round that need not be asked whether it answers."""
 ASK_SECONDS = 0.5
-"""How long it may take to answer."""
 PLACE_BYTES = 16
 _AT_ONCE = 32
 
@@ -61,18 +59,17 @@ class NodeReader:
         run_dir: Path,
         namespace: str | None = None,
         *,
-        replicas: bool = True,
         in_turn: bool = False,
         clock: Callable[[], float] = time.monotonic,
         clock_offset: Callable[[], int | None] = clock_offset_ns,
     ) -> None:
-        """``namespace``: only this one (None: all).  ``replicas``: read ``EngineReading.peers``,
-        too.  ``in_turn``: do not read all slots at each look, but in turn those of the tables
-        (``EngineReading.blocks``) and, against these, one replica (``peers``): with many large
-        tables a look then takes a tenth of the time.  What has not been read before is read at
-        once.  ``clock``: CLOCK_MONOTONIC in seconds; ``clock_offset``: of this process."""
+        """``namespace``: only this one (None: all).  ``in_turn``: do not read all slots at each
+        look, but in turn those of the tables (``EngineReading.blocks``) and, against these, one
+        replica (``peers``): with many large tables a look then takes a tenth of the time.  What has
+        not been read before is read at once.  ``clock``: CLOCK_MONOTONIC in seconds;
+        ``clock_offset``: of this process."""
         self._run_dir, self._namespace = run_dir, namespace
-        self._replicas, self._in_turn = replicas, in_turn
+        self._in_turn = in_turn
         self._clock, self._clock_offset = clock, clock_offset
         self._looks = 0
         self._blocks: dict[str, dict[Epoch, Blocks]] = {}
@@ -146,7 +143,7 @@ class NodeReader:
         ]
 
     def _fetch(self, mapped: MappedEngine) -> None:
-        mapped.fetch(self._clock, replica=self._replicas)
+        mapped.fetch(self._clock)
 
     def _find_pids(self) -> None:
         new = [mapped for mapped in self._mapped.values() if mapped.pid_here is None]
@@ -175,7 +172,6 @@ class NodeReader:
     def _read_namespace(
         self, space: str, mapped: list[MappedEngine], turn: MappedEngine | None
     ) -> NamespaceReading:
-        """Read the engines of a namespace; nothing of its coordinator."""
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
         clock = ReadersClock(self._clock, self._clock_offset())
         counted = self._count(space, [each.table for each in mapped if each.table], turn)
@@ -227,11 +223,11 @@ class NodeReader:
     def _ask_coordinator(
         self, space: str, engines: Sequence[EngineReading]
     ) -> tuple[bool, set[Epoch]]:
-        """Whether the coordinator answers, and who is in its roster.  It is asked only about
+        """Whether the coordinator answers, and the engines in its roster.  It is asked only about
         engines in whose tables it has not shown itself lately; about nobody if there are none."""
         now, segments = self._clock(), SegmentClient(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
-        seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not told
+        seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not known
         fresh = {e.epoch for e in seen if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}
         wanted = [e.epoch for e in living if e.epoch not in fresh]
         answers, joined = bool(fresh), set(fresh)
@@ -301,7 +297,7 @@ def _latest(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
 def _labels(engines: Sequence[EngineReading], before: Mapping[Epoch, str]) -> dict[Epoch, str]:
     """Names, with the epoch where several engines have one, as in containers.  ``before``: the
     labels of the last look.  A living engine keeps its label, which its time series have; one that
-    begins where another of its name has ended takes over that one's."""
+    starts where another of its name has ended takes over that one's."""
     labels: dict[Epoch, str] = {}
     alike = Counter((engine.is_readable, engine.name) for engine in engines)
     for engine in sorted(engines, key=lambda e: (not e.is_readable, e.epoch not in before)):

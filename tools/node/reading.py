@@ -30,7 +30,6 @@ class Blocks:
 
     total: int
     ready: int = 0
-    """Published: other engines can read them."""
     draining: int = 0
     leased: int = 0
     distinct: int = 0
@@ -49,11 +48,10 @@ class PeerReading:
     suspected: bool
     entries: int
     lacking: int | None
-    """READY blocks of the peer that the replica lacks; None if the peer's table is not known."""
+    """READY blocks of the peer that the replica misses; None if the peer's table is not known."""
     lag_seconds: float | None
     """How long the oldest of these has been published; 0.0 if there is none."""
     lease_bit: int | None = None
-    """With which the peer leases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,6 @@ class EngineReading(EngineHeader):
     """When its loads under way began, on the reader's CLOCK_MONOTONIC in nanoseconds, the oldest
     first."""
     errors: tuple[LoggedError, ...]
-    """The most recent last."""
     clock_known: bool = True
     """Whether its times are on the reader's clock; otherwise ``progress`` and ``loads_since`` are
     on its own."""
@@ -138,7 +135,7 @@ class EngineReading(EngineHeader):
     @property
     def is_readable(self) -> bool:
         """Whether other engines may still read its blocks, as far as its epoch and its processes
-        tell."""
+        show."""
         return not (self.owner_died or self.died or self.retired)
 
     @property
@@ -166,11 +163,9 @@ class NamespaceReading:
     """When it last went round, on the reader's CLOCK_MONOTONIC, as the engines in its roster show;
     0 if they do not; None: it cannot be told."""
     engines: tuple[EngineReading, ...] = ()
-    """In order of their creation."""
     ended: tuple[Epoch, ...] = ()
     """Engines whose processes have ended, and of which a socket is left."""
     unreadable: Mapping[Epoch, str] = field(default_factory=dict)
-    """Engines of which nothing can be shown, and why."""
     silent: frozenset[Epoch] = frozenset()
     """Those of them that do not answer: stopped, or out of descriptors."""
     pids_here: Mapping[Epoch, int] = field(default_factory=dict)
@@ -245,7 +240,6 @@ class NodeReading:
     """One look at the namespaces of a run directory."""
 
     at_ns: int
-    """CLOCK_MONOTONIC."""
     namespaces: tuple[NamespaceReading, ...]
     real_ns: int = 0
     """The same moment in CLOCK_REALTIME, as errors and creations of tables have it."""
@@ -263,7 +257,6 @@ class ReadersClock:
     """CLOCK_MONOTONIC in seconds, read after the times that are judged: this process may be stopped
     between two of its reads."""
     offset_ns: int | None
-    """Of this process (kvshm/_base/time_namespace.py); None: not known."""
 
     def converted(self, time_ns: int, offset_ns: int | None) -> int | None:
         """A time of a process with this offset; None if it cannot be told.  A time that is yet to
@@ -295,7 +288,6 @@ class _Times(NamedTuple):
     progress: tuple[LoopProgress, ...]
     loads_since: tuple[int, ...]
     known: bool
-    """Whether these are on the reader's clock."""
     coordinator_ns: int | None
 
 
@@ -313,7 +305,7 @@ def _read_times(table: SlotTableView, clock: ReadersClock) -> _Times:
 
 
 def read_peer(row: Row, missing: tuple[int, float] | None) -> PeerReading:
-    """What a replica's row says.  ``missing``: how many blocks it lacks, and since when."""
+    """What a replica's row says.  ``missing``: how many blocks it misses, and since when."""
     lacking, lag = missing or (None, None)
     suspected = row.state is RowState.SUSPECTED
     bit = row.lease_bit if row.lease_bit >= 0 else None

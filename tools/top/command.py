@@ -1,8 +1,4 @@
-"""``kvshm top``: watch what the engines of a node share.
-
-Exit status: 0; 1 if there is nothing of kvshm; 2 for a wrong command line or setting, or if rich is
-not installed; 4 if there is not the engine that is meant.
-"""
+"""``kvshm top``: watch what the engines of a node share."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from pathlib import Path
 from ..node.reader import NodeReader
 from ..options import add_selection, find_place
 from ..output import EXIT_FAILED, note
-from .looks import Looks
+from .history import NodeHistory
 from .view import View
 
 HELP = "watch what engines share: hits, copies and their paths, faults"
@@ -26,15 +22,14 @@ LEAST_INTERVAL, MOST_INTERVAL = 0.1, 86400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.description = (
-        "Watch a node: what its engines share, who copies from whom on which path, and what is "
+        "Watch a node: what its engines share, which copies from which on which path, and what is "
         "wrong. q ends it. --json prints one object per interval, and needs no rich. Reads shared "
         "memory only."
     )
     parser.epilog = (
         "exit status: 0 ended by the user, or printed; 1 nothing of kvshm runs; 2 wrong command "
-        "line or setting, or rich is missing; 4 no engine is called so"
+        "line or setting, or rich is missing; 4 no engine has that name"
     )
     add_selection(parser)
     parser.add_argument("--once", action="store_true", help="print one interval and end")
@@ -44,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Show the node until the user ends it; return the exit status."""
     show: Callable[[View], None] = _print_json
     if not asked.json:
         from .screen import print_frame as show  # needs rich, as --json does not
@@ -53,16 +47,16 @@ def run(asked: argparse.Namespace) -> int:
     run_dir, namespace = find_place(asked)
     try:
         with NodeReader(run_dir, namespace, in_turn=True) as reader:
-            return _show(asked, run_dir, Looks(reader, asked.engine), show)
+            return _show(asked, run_dir, NodeHistory(reader, asked.engine), show)
     except KeyboardInterrupt:
         return 0
 
 
 def _show(
-    asked: argparse.Namespace, run_dir: Path, looks: Looks, show: Callable[[View], None]
+    asked: argparse.Namespace, run_dir: Path, history: NodeHistory, show: Callable[[View], None]
 ) -> int:
-    first = looks.look()
-    looks.check_wanted()
+    first = history.look()
+    history.check_wanted()
     if not first.namespaces:
         if asked.json and asked.once:
             show(first)
@@ -70,21 +64,21 @@ def _show(
         return EXIT_FAILED
     if asked.once:
         time.sleep(asked.interval)
-        show(looks.look_once_more())
+        show(history.look_once_more())
     elif asked.json or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        _print_on(asked.interval, looks, show)
+        _print_on(asked.interval, history, show)
     else:
         from .screen import Screen
 
-        Screen(looks.look, asked.interval).run(first)
+        Screen(history.look, asked.interval).run(first)
     return 0
 
 
-def _print_on(interval: float, looks: Looks, show: Callable[[View], None]) -> None:
+def _print_on(interval: float, history: NodeHistory, show: Callable[[View], None]) -> None:
     """Print one view after the other, until a signal or the end of the reader."""
     while True:
         time.sleep(interval)
-        show(looks.look())
+        show(history.look())
         sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""Who copies from whom, on which path and how fast; which of these pairs are slow.  Pure.
+"""Which engine copies from which, on which path and how fast; which of these pairs are slow.  Pure.
 
 A pair is slow if
 
@@ -35,7 +35,6 @@ class Copies:
 
     namespace: str
     importer: str
-    """Label of the engine that has the copies."""
     exporter: str
     """Label of the engine whose blocks they are; if that epoch has ended, the name by which the
     importer knew it, and "(ended)", or "(unreadable)" if it has not ended."""
@@ -50,9 +49,8 @@ class Copies:
     total_bytes: int
     """Since the importer's epoch began."""
     speed: float | None = None
-    """Bytes a second while a copy runs, in the last minute; None: too few to tell."""
+    """Bytes a second while a copy runs, in the last minute; None: too few to say."""
     slow: str = ""
-    """Why the pair is slow; empty if it is not."""
 
     @property
     def between_engines(self) -> bool:

@@ -67,8 +67,8 @@ def _of_namespaces(health: NodeHealth) -> Iterator[Fault]:
         reading, coordinator = space.reading, space.coordinator
         if coordinator.state is not State.HEALTHY:
             yield Fault("state", (), f"namespace {reading.name}: {coordinator.text}")
-        for unknown in (*space.ended, *space.unreadable):
-            yield Fault("state", (reading.label_of(unknown.epoch),), unknown.reason.text)
+        for epoch, reason in space.unknown.items():
+            yield Fault("state", (reading.label_of(epoch),), reason.text)
         for declined in space.declined:
             if declined.state is not State.HEALTHY:
                 yield Fault("declined", (declined.record.engine,), declined.reason.text)

@@ -1,23 +1,15 @@
-"""Tables of cells that fit a width: columns are left out rather than wrapped.  Uses rich."""
+"""Tables that fit a width: columns are left out rather than wrapped.  Uses rich."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 GAP = 2
-ELLIPSIS = "…"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What stands in one place of a table: plain text, no markup."""
-
-    text: str
-    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,19 +17,18 @@ class Column:
     """One column of a table."""
 
     head: str
-    cells: Sequence[Cell]
+    cells: Sequence[Text]
     rank: int
     """Columns with the highest rank are left out first; 0: never."""
     right: bool = True
-    """Numbers stand to the right."""
     at_least: int | None = None
-    """If given, the column takes no more than what the others leave, but at least so many
+    """If given, the column takes no more than what the others leave, but at least this many
     characters; longer texts are cut."""
 
     @property
     def width(self) -> int:
         """The width of its widest cell."""
-        return max(int(cell_len(text)) for text in (self.head, *(cell.text for cell in self.cells)))
+        return int(max(Text(self.head).cell_len, *(cell.cell_len for cell in self.cells), 1))
 
     @property
     def least(self) -> int:
@@ -53,27 +44,21 @@ def table(columns: Sequence[Column], width: int) -> Iterator[Text]:
         if last.rank == 0:
             break
         kept.remove(last)
-    spare = width - sum(column.least + GAP for column in kept) + GAP
-    widths = []
+    spare = max(width - sum(column.least + GAP for column in kept) + GAP, 0)
+    shown = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for column in kept:
-        grown = min(column.width - column.least, max(spare, 0))
-        spare -= grown
-        widths.append(column.least + grown)
-    heads = [Cell(column.head, "bold") for column in kept]
-    for row in (heads, *zip(*(column.cells for column in kept), strict=True)):
-        line = Text(no_wrap=True)
-        for column, cell, size in zip(kept, row, widths, strict=True):
-            line.append(" " * GAP if line.plain else "")
-            line.append(fitted(cell.text, size, right=column.right), cell.style)
+        size = column.least + min(column.width - column.least, spare)
+        spare -= size - column.least
+        justify = "right" if column.right else "left"
+        shown.add_column(Text(column.head), justify=justify, width=size, no_wrap=True)
+    for row in zip(*(column.cells for column in kept), strict=True):
+        shown.add_row(*row)
+    least = sum(column.least + GAP for column in kept)  # what does not fit is cut below, not here
+    console = Console(width=max(width, least), color_system=None)
+    for segments in console.render_lines(shown, pad=False):
+        line = Text.assemble(*((each.text, each.style or "") for each in segments), no_wrap=True)
+        line.rstrip()
         yield cut(line, width)
-
-
-def fitted(text: str, width: int, *, right: bool = False) -> str:
-    """Return a text in exactly ``width`` places of the terminal, cut if it is longer."""
-    size = int(cell_len(text))
-    if size > width:
-        return str(set_cell_size(text, max(width - 1, 0))) + ELLIPSIS[: max(width, 0)]
-    return " " * (width - size) + text if right else text + " " * (width - size)
 
 
 def cut(line: Text, width: int) -> Text:
@@ -82,14 +67,13 @@ def cut(line: Text, width: int) -> Text:
     return line
 
 
-def flow(segments: Sequence[Cell], width: int) -> Iterator[Text]:
-    """Yield lines of segments with gaps between them; a segment that does not fit begins another
+def flow(segments: Sequence[Text], width: int) -> Iterator[Text]:
+    """Yield lines of segments with gaps between them; a segment that does not fit starts another
     line."""
     line = Text(no_wrap=True)
     for segment in segments:
-        if line.plain and line.cell_len + 2 * GAP + cell_len(segment.text) > width:
+        if line.plain and line.cell_len + 2 * GAP + segment.cell_len > width:
             yield cut(line, width)
             line = Text(no_wrap=True)
-        line.append(" " * (2 * GAP) if line.plain else " ")
-        line.append(segment.text, segment.style)
+        line.append(" " * (2 * GAP) if line.plain else " ").append_text(segment)
     yield cut(line, width)

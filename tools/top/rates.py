@@ -48,7 +48,7 @@ class Rates:
     seconds: float | None
     """How far the looks are apart; None: since the epochs began, each of which at its own time."""
     engines: Mapping[Key, Change]
-    """An engine is missing if it was not there at both looks, and did not begin between them."""
+    """An engine is missing if it was not there at both looks, and did not start between them."""
 
     def a_second(self, count: int) -> float | None:
         """So many a second; None if that is not known."""

@@ -26,9 +26,7 @@ class Tokens:
     """Prompt tokens by where their KV came from."""
 
     local: int
-    """The engine's own cache."""
     peer: int
-    """Other engines' caches."""
     computed: int
 
     @property
@@ -52,21 +50,26 @@ class Namespace:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One engine: a row of the table."""
+class EngineName:
+    """Which engine a row of the table is about."""
 
     namespace: str
     engine: str
     epoch: str
     pid: int
     model: str
+
+
+@dataclass(frozen=True)
+class Engine(EngineName):
+    """One engine: a row of the table."""
+
     state: State
     reasons: tuple[str, ...]
     published_blocks: int
     last_copy_blocks: int
     leased_blocks: int
     tokens: Tokens
-    """Of the last minute."""
     in_bytes_per_second: float | None
     out_bytes_per_second: float | None
     drain_p99_ns: int | None
@@ -82,7 +85,6 @@ class Totals:
     """The engines together."""
 
     tokens: Tokens
-    """Of the last minute."""
     tokens_since_start: Tokens
     prompt_tokens_per_second: float | None
     not_prefilled_per_second: float | None
@@ -96,7 +98,7 @@ class Totals:
     """Of engines that have not ended."""
     distinct_blocks: int
     worst_lag_seconds: float | None
-    """For how long the oldest block that a live engine's replica lacks has been published."""
+    """For how long the oldest block that a live engine's replica misses has been published."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,6 @@ class View:
     """All that is shown."""
 
     time: float
-    """Seconds since 1970."""
     seconds: float | None
     """Length of the interval that all rates are of."""
     window_seconds: float | None
@@ -151,7 +152,7 @@ def _namespace(space: NamespaceHealth) -> Namespace:
         namespace=space.reading.name,
         coordinator=space.coordinator.state,
         coordinator_reason=space.coordinator.text,
-        engines=len(space.engines) + len(space.ended) + len(space.unreadable),
+        engines=len(space.engines) + len(space.unknown),
         live=sum(each.live for each in space.engines),
     )
 

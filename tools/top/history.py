@@ -1,4 +1,4 @@
-"""Looks at a node, one after the other, and what has changed since earlier ones."""
+"""What looks at a node have found, one after the other, and what has changed between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINUTE_SECONDS = 60.0
 _KEPT_SECONDS = 5.0
 
 
-class Looks:
+class NodeHistory:
     """Remembers the last look, and one every five seconds of the last minute.  One thread."""
 
     def __init__(self, reader: NodeReader, wanted: str | None = None) -> None:
@@ -35,7 +35,7 @@ class Looks:
         return build_view(now, last, minute, measure(None, now), self._wanted)
 
     def check_wanted(self) -> None:
-        """Raises NoSuchEngine if the last look found no engine that is called as the wanted one."""
+        """Raises NoSuchEngine if the last look found no engine with the wanted name."""
         if self._last is not None:
             select(self._last, self._wanted)
 
