@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 
 from kvshm._base.fingerprint import differences
@@ -29,13 +27,14 @@ from kvshm.errors import VersionMismatch
 from kvshm.version import __version__
 
 from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
+from .log_lines import RETRIED, Event
 from .roster import Engine, State
 
 MAX_OF_PROCESS = 8
 """Engines of one process: a bound for a process that begins epochs and ends none."""
 MAX_TABLES_OF_PROCESS = 2 * MAX_OF_PROCESS
 """Tables of one process, including tables of ended epochs, under which it might hold leases."""
-_LET_GO = "nothing: it is tried again; if that does not help restart the engine"
+_LET_GO = f"{RETRIED}; if that does not help restart the engine"
 _NEW_EPOCH = "begin a new epoch and join with that"
 _LEAVE = "leave with epochs that have ended; give more engines processes of their own"
 
@@ -140,7 +139,7 @@ def refuse(
     reason, remedy, retry = refusal
     reply = Refused(engine_epoch=engine.epoch, reason=reason, remedy=remedy, retry=retry)
     about = {"engine": engine.name, "remedy": remedy}
-    return [SendReply(sender.route, reply), *state.report(sender, "refused", reason, **about)]
+    return [SendReply(sender.route, reply), *state.report(sender, Event.REFUSED, reason, **about)]
 
 
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
@@ -218,13 +217,13 @@ def _log_join(state: State, info: EngineInfo, reply: Joined) -> list[Action]:
     epoch, topic = f"{info.epoch:016x}", info.fingerprint.hex()[:16]
     place = {"epoch": epoch, "bit": info.lease_bit, "ranks": len(info.ranks), "topic": topic}
     sizes = {"shares_with": len(reply.roster), "engines": len(state.engines)}
-    lines: list[Action] = [Log(logging.INFO, "join", {**about, **place, **sizes})]
+    lines: list[Action] = [Log(Event.JOIN, {**about, **place, **sizes})]
     if info.lease_bit == NO_LEASE_BIT:
-        lines.append(Log(logging.WARNING, "no-lease-bit", about))
+        lines.append(Log(Event.NO_LEASE_BIT, about))
     for engine in reply.incompatible:
         name, (here, there) = next(iter(engine.differences.items()))
         other = {"other": engine.name, "other_pid": engine.pid}
         difference = {"differs": name, "here": here, "there": there}
         count = {"differing_fields": len(engine.differences)}
-        lines.append(Log(logging.INFO, "cannot-share", {**about, **other, **difference, **count}))
+        lines.append(Log(Event.CANNOT_SHARE, {**about, **other, **difference, **count}))
     return lines

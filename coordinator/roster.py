@@ -6,7 +6,6 @@ learns everything from the engines that join.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from kvshm._node.protocol import AnyBroadcast, EngineInfo
 
 from .actions import Action, Log, ReleaseTable, SendBroadcast, Sender
 from .lease_bits import LeaseBits
+from .log_lines import Event
 
 MAX_REPORTS = 1000
 """Different reports that are remembered, and so logged."""
@@ -101,16 +101,16 @@ class State:
         self.kept = needed
         return actions
 
-    def report(self, sender: Sender, event: str, reason: str, **fields: object) -> list[Action]:
+    def report(self, sender: Sender, event: Event, reason: str, **fields: object) -> list[Action]:
         """Count a message that was dropped or refused; return a log line for the first of its
         kind from this sender."""
         self.num_reports += 1
         reason = reason[:MAX_REASON]
-        key = (sender.pid, f"{event} {reason}" if fields else event)
+        key = (sender.pid, f"{event.id} {reason}" if fields else event.id)
         count = self.reports.get(key, 0)
         if count or len(self.reports) < MAX_REPORTS:
             self.reports[key] = count + 1
         if count or key not in self.reports:
             return []
         about = {"pid": sender.pid, "uid": sender.uid, "reason": reason, **fields}
-        return [Log(logging.WARNING, event, about)]
+        return [Log(event, about)]
