@@ -1,4 +1,4 @@
-"""Which engine gets a place in the roster, and what the engine is told.  Pure."""
+"""Which engine gets a place in the roster, and the answer it gets.  Pure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def on_bad_join(state: State, sender: Sender, join: ForeignJoin, error: str) -> 
 def _refuse_sender(state: State, sender: Sender) -> Refusal | None:
     if sender.pid < 0:
         return Refusal(
-            "the socket does not tell who is speaking", "install a libzmq with SO_PEERCRED support"
+            "the socket does not name the sender's process",
+            "install a libzmq with SO_PEERCRED support",
         )
     if sender.uid != state.uid:
         return Refusal(
@@ -79,11 +80,11 @@ def _refuse_protocol(protocol: int, engine: EngineInfo | ForeignEngine) -> Refus
     try:
         check_version(protocol)
     except VersionMismatch as exc:
-        return who_upgrades("protocol", exc, engine.kvshm_version)
+        return refuse_version("protocol", exc, engine.kvshm_version)
     return None
 
 
-def who_upgrades(what: str, mismatch: VersionMismatch, engine_version: str) -> Refusal:
+def refuse_version(what: str, mismatch: VersionMismatch, engine_version: str) -> Refusal:
     """Refuse an engine whose ``what`` ("protocol", "layout") differs from the coordinator's."""
     theirs = f"{what} {mismatch.theirs} (kvshm {engine_version or 'unknown'})"
     ours = f"{what} {mismatch.ours} (kvshm {__version__})"
@@ -145,17 +146,17 @@ def refuse(
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
     """Give a checked engine its lease bit and the roster.
 
-    The other engines are told only if the engine is new to them or events of it were lost: an
+    The other engines hear of it only if the engine is new to them or events of it were lost: an
     engine that only lost broadcasts costs them no scan.
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
-    returning = not state.grace_over
+    returning = not state.schedule.grace_over
     bit = state.bits.grant(engine.epoch, sender.pid, engine.lease_bit, others, returning)
     info = msgspec.structs.replace(engine, lease_bit=bit)
     state.engines[engine.epoch] = Engine(info, sender.pid, join.sequence, now)
     actions = state.release_tables()
-    if not state.grace_over and bit not in (engine.lease_bit, NO_LEASE_BIT):
+    if not state.schedule.grace_over and bit not in (engine.lease_bit, NO_LEASE_BIT):
         # An engine that died before this coordinator began may have left leases with this bit.
         actions.append(SweepBits(1 << bit))
     if known is not None and known.suspected:

@@ -17,7 +17,7 @@ class Event(LogLine):
     SERVING = INFO, "engines can join", "none"
     ENDED = (
         INFO,
-        "the coordinator was told to end; `complaints` counts the messages it dropped",
+        "SIGTERM or SIGINT ended the coordinator; `complaints` counts the messages it dropped",
         "none",
     )
     STOPPED = (
@@ -114,7 +114,7 @@ class Event(LogLine):
     UNKNOWN_SETTING = WARNING, "a variable `KVSHM_...` is not a setting", "correct the name"
     NOT_NOTIFIED = (
         WARNING,
-        "systemd could not be told that the coordinator serves",
+        "systemd was not notified that the coordinator serves",
         "check that `NOTIFY_SOCKET` is reachable: systemd may restart a coordinator that serves",
     )
     SWEPT = DEBUG, "lease bits of dead engines were cleared in a table", "none"

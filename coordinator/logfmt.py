@@ -125,9 +125,7 @@ class _Queue(logging.handlers.QueueHandler):
     def drain(self, until: float) -> None:
         """Wait until all lines are written, or the clock shows ``until``."""
         with self.queue.all_tasks_done:
-            self.queue.all_tasks_done.wait_for(
-                lambda: not self.queue.unfinished_tasks, 5.0
-            )
+            self.queue.all_tasks_done.wait_for(lambda: not self.queue.unfinished_tasks, 5.0)
 
     def _write_all(self) -> None:
         while True:
@@ -185,8 +183,8 @@ def start(level: str, log_format: str = "text", log_file: str = "") -> None:
 
 
 def end(text: str = "") -> None:
-    """Write the waiting lines, then ``text``: why the coordinator cannot serve, for a person who
-    sees stderr.  Blocks for LAST_SECONDS at most."""
+    """Write the waiting lines, then ``text``: why the coordinator cannot serve.
+    Blocks for LAST_SECONDS at most."""
     until = time.monotonic() + LAST_SECONDS
     for log in _started:
         log.waiting.drain(until)

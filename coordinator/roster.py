@@ -40,6 +40,18 @@ class Engine:
 
 
 @dataclass
+class Schedule:
+    """When the coordinator does what no message asks for."""
+
+    last_clock: float | None = None
+    grace_until: float | None = None
+    grace_over: bool = False
+    """Whether the engines of an earlier coordinator have had time to join this one."""
+    next_leftovers: float = 0.0
+    next_cleanup: float = 0.0
+
+
+@dataclass
 class State:
     """What the coordinator knows.  Only ``decide`` changes it."""
 
@@ -62,16 +74,11 @@ class State:
     which shows that the worker did not crash."""
     kept: set[int] = field(default_factory=set)
     """Epochs whose tables the shell keeps."""
-    grace_over: bool = False
-    """Whether the engines of an earlier coordinator have had time to join this one."""
-    grace_until: float | None = None
+    schedule: Schedule = field(default_factory=Schedule)
     reports: dict[tuple[int, str], int] = field(default_factory=dict)
     """(pid, event and reason) -> how often."""
     num_reports: int = 0
     """Messages dropped or refused, including those that are not remembered."""
-    last_clock: float | None = None
-    next_leftovers: float = 0.0
-    next_cleanup: float = 0.0
 
     def broadcast(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Action:
         """Return the next numbered broadcast of a topic."""
@@ -88,7 +95,7 @@ class State:
 
     def forget_idle_topics(self) -> None:
         """Forget topics that had no engine the last time either.  The numbers of such a topic
-        begin again; the Joined tells that to an engine that joins later."""
+        start again; an engine that joins later reads that in the Joined."""
         idle = self.topics.keys() - {engine.info.fingerprint for engine in self.engines.values()}
         for topic in idle & self.idle_topics:
             del self.topics[topic]

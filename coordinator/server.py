@@ -94,7 +94,7 @@ class Server:
         next_look = next_clock
         while not stopping():
             if self._clock() >= next_clock:
-                grace_over = self._state.grace_over
+                grace_over = self._state.schedule.grace_over
                 pause = timing.heartbeat_seconds if grace_over else timing.return_tick_seconds
                 next_clock = self._clock() + pause
                 self._sockets.check()

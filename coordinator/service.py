@@ -41,7 +41,7 @@ class _Lock:
 
     def keep(self) -> None:
         """Take the lock again if its file was removed.  Raises KvshmError or OSError.  If two
-        coordinators begin at the same moment, one of them finds that its socket was replaced."""
+        coordinators start at the same moment, one of them finds that its socket was replaced."""
         if has_name(self._fd, self._path):
             return
         with cleanup_lock(self._run_dir, patience=0.0) as alone:

@@ -211,11 +211,11 @@ def _on_clock(state: State, now: float) -> list[Action]:
         if now >= until:
             del state.ended_by_worker[engine.info.epoch]
             actions.append(_log_end(state, Event.DEATH, engine.info, "a worker's process died"))
-    if now >= state.next_leftovers:
-        state.next_leftovers = now + state.timing.leftovers_seconds
+    if now >= state.schedule.next_leftovers:
+        state.schedule.next_leftovers = now + state.timing.leftovers_seconds
         actions.append(SweepFiles())
-    if now >= state.next_cleanup:
-        state.next_cleanup = now + state.timing.cleanup_seconds
+    if now >= state.schedule.next_cleanup:
+        state.schedule.next_cleanup = now + state.timing.cleanup_seconds
         state.forget_idle_topics()
     return actions
 
@@ -224,11 +224,11 @@ def _end_grace(state: State, now: float) -> list[Action]:
     """Once the engines of an earlier coordinator have had time to join, clear the leases of the
     engines that did not.  An engine that was stopped and loses leases by this finds out when it
     re-checks its copies."""
-    if state.grace_until is None:
-        state.grace_until = now + state.timing.grace_seconds
-    if state.grace_over or now < state.grace_until:
+    if state.schedule.grace_until is None:
+        state.schedule.grace_until = now + state.timing.grace_seconds
+    if state.schedule.grace_over or now < state.schedule.grace_until:
         return []
-    state.grace_over = True
+    state.schedule.grace_over = True
     return _sweep(state.bits.free)
 
 
@@ -236,8 +236,8 @@ def _discount_own_pause(state: State, now: float) -> None:
     """Do not count time in which this process was stopped as silence of the engines: their messages
     are still unread.  After a long stop every engine has its full time again."""
     timing = state.timing
-    since = 0.0 if state.last_clock is None else now - state.last_clock
-    state.last_clock = now
+    since = 0.0 if state.schedule.last_clock is None else now - state.schedule.last_clock
+    state.schedule.last_clock = now
     if since > 2 * timing.heartbeat_seconds:
         long = since > timing.suspect_seconds
         discount = math.inf if long else since - timing.heartbeat_seconds

@@ -34,7 +34,7 @@ from kvshm.errors import (
 
 from . import logfmt
 from .actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
-from .joining import who_upgrades
+from .joining import refuse_version
 from .log_lines import RETRIED, Event
 
 MAX_CHECKS = 64
@@ -157,8 +157,8 @@ class Tables:
     def _ends(epoch: int, member: _Member) -> Iterator[Input]:
         table = member.table
         # Without a pulse the end of the connection is the engine's death.
-        hung_up = member.connection is None and not table.owner_begun
-        if (table.owner_died or hung_up) and not member.owner_death_reported:
+        is_closed = member.connection is None and not table.owner_begun
+        if (table.owner_died or is_closed) and not member.owner_death_reported:
             member.owner_death_reported = member.worker_death_reported = True
             yield ProcessDeath(epoch, owner=True, retired=table.retired)
         elif table.died and not member.worker_death_reported:
@@ -246,7 +246,7 @@ def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
     """Say why a table could not be fetched."""
     if isinstance(exc, VersionMismatch):
-        return who_upgrades("layout", exc, engine.kvshm_version)
+        return refuse_version("layout", exc, engine.kvshm_version)
     if isinstance(exc, FileNotFoundError | ConnectionRefusedError | SegmentNotFound):
         reason = "its slot table cannot be fetched in the coordinator's run directory"
         return Refusal(reason, _SAME_DIRECTORY)

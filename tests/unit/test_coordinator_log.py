@@ -58,7 +58,7 @@ def test_unread_lines_wait_in_their_order(pipe: tuple[int, int], blocking: bool)
     long = "y" * (3 * PAGE)
     log(lines, 100)
     log(lines, 1, long)
-    log(lines, 1, "last")
+    lines.handle(logging.makeLogRecord({"name": "x", "msg": "0:%s", "args": ("last",)}))
     said = read_until(read, "0:last\n")
     assert [line.partition("message=")[2] for line in said] == [
         *(f"{number}:{LINE}" for number in range(100)),

@@ -19,7 +19,7 @@ from kvshm._base.ids import Epoch
 from kvshm._node.incompatible import REFUSED
 from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
 from kvshm._shm.traffic import Traffic
-from kvshm.coordinator.joining import who_upgrades
+from kvshm.coordinator.joining import refuse_version
 from kvshm.errors import ConfigError, VersionMismatch
 from kvshm.tools.doctor import devices, engines, machine, place
 from kvshm.tools.doctor.bundle import redactor, write_bundle
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
 def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
     two[0].table.log_error("cannot share with b: kv_dtype is fp8 here, auto there")
     mismatch = VersionMismatch("protocol", 4, 3)
-    refusal = who_upgrades("protocol", mismatch, "9.0")
+    refusal = refuse_version("protocol", mismatch, "9.0")
     two[1].table.log_error(f"{REFUSED}{refusal.remedy}; {refusal.reason}")
     seen = look(served)
     assert engines.fingerprints(seen) == (

@@ -1,4 +1,4 @@
-"""Every line that an engine or the coordinator logs stands in a list, each list in docs/operations.md."""
+"""Every line of engines and coordinator stands in a list, each list in docs/operations.md."""
 
 from __future__ import annotations
 
