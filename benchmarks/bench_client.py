@@ -47,7 +47,6 @@ from kvshm._base.rundir import command_endpoint, engine_socket
 from kvshm._base.timing import TIMING
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._node.handout import serve_epoch
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -57,6 +56,7 @@ from kvshm._node.protocol import (
     RankInfo,
     encode,
 )
+from kvshm._node.segment_server import serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import RECORD_BYTES, BlockRecord, pack_records, unpack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec

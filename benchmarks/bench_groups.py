@@ -25,8 +25,8 @@ from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._node.handout import HandoutServer
 from kvshm._node.protocol import EngineInfo, RankInfo
+from kvshm._node.segment_server import SegmentServer
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.config import Config
@@ -101,7 +101,7 @@ def run(name: str, groups: Groups) -> None:
     namespace = f"bench{os.getpid()}"
     with tempfile.TemporaryDirectory() as directory:
         table, info = holder(namespace, groups)
-        server = HandoutServer(
+        server = SegmentServer(
             tables_socket(Path(directory), namespace),
             lambda asked: table.descriptor(asked.writable),
         )

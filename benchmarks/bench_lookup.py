@@ -22,9 +22,9 @@ from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, 
 from kvshm._base.rundir import tables_socket
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._node.handout import HandoutServer
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import EngineInfo, RankInfo
+from kvshm._node.segment_server import SegmentServer
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.config import Config
@@ -122,7 +122,7 @@ def run(engines: int, blocks: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = Config.from_env({"KVSHM_NAMESPACE": namespace})
         # In place of the coordinator, which hands the tables out.
-        server = HandoutServer(
+        server = SegmentServer(
             tables_socket(Path(directory), namespace),
             lambda asked: tables[asked.epoch].descriptor(asked.writable),
         )

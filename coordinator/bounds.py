@@ -4,7 +4,7 @@ A process that may enter the run directory may connect, send messages and subscr
 libzmq stores the parts of a message until the last part is there, and aborts the process when no
 descriptor is left for a connection (src/ipc_listener.cpp).  A coordinator that has reached a bound
 stops serving; its successor starts without those connections, and engines join that by themselves
-(docs/decisions/0030-an-exhausted-coordinator-is-restarted.md).
+(docs/decisions/0031-an-exhausted-coordinator-is-restarted.md).
 """
 
 from __future__ import annotations

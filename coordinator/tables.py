@@ -17,8 +17,10 @@ from pathlib import Path
 
 from kvshm._base.rundir import engine_socket, tables_socket
 from kvshm._base.time_namespace import clock_offset_ns
-from kvshm._node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_reply
+from kvshm._node.peer import differs
 from kvshm._node.protocol import EngineInfo, Join
+from kvshm._node.segment_server import FETCH_SECONDS, SegmentServer, segment_of_reply
+from kvshm._shm.descriptors import Request
 from kvshm._shm.fds import peer_credentials, peer_has_closed, receive
 from kvshm._shm.layout import table_bytes
 from kvshm._shm.segment import TABLE_KIND
@@ -82,12 +84,12 @@ class Tables:
         self._clock = clock
         self._members: dict[int, _Member] = {}
         self._checks: dict[int, _TableCheck] = {}
-        self._server: HandoutServer | None = None
+        self._server: SegmentServer | None = None
 
     def serve(self) -> None:
         """Hand out the tables on request.  Raises TransportError."""
         path = tables_socket(self._run_dir, self._namespace)
-        self._server = HandoutServer(path, self._find, max_kept=0)  # clients do not stay connected
+        self._server = SegmentServer(path, self._find, max_kept=0)  # clients do not stay connected
 
     def close(self) -> None:
         """Close all tables and connections.  Idempotent."""
@@ -195,7 +197,7 @@ class Tables:
         server = peer_credentials(check.connection)
         if (server.uid, server.pid) != (os.geteuid(), check.sender.pid):
             raise SegmentError(f"its slot table is served by pid {server.pid}, uid {server.uid}")
-        check.connection.send(encode_request(TABLE_KIND, epoch, True))
+        check.connection.send(Request(TABLE_KIND, epoch, writable=True).encode())
 
     def _finish(self, check: _TableCheck) -> Input:
         """Take the table that has arrived."""
@@ -238,7 +240,7 @@ class Tables:
 
 def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
     what = f"the slot table of epoch {engine.epoch:016x}"
-    fd = read_reply(*receive(connection, what), what)
+    fd = segment_of_reply(*receive(connection, what), what)
     largest = table_bytes(engine.num_blocks, len(engine.ranks))
     return RosterSlotTable.from_fd(what, fd, largest=largest, keep=True)
 
@@ -263,9 +265,6 @@ def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
 
 def _compare(table: RosterSlotTable, info: EngineInfo) -> Refusal | None:
     """Return a refusal unless the table is as the engine's Join describes it."""
-    said = (info.epoch, info.num_blocks, len(info.ranks), info.fingerprint)
-    found = (table.epoch, table.num_blocks, table.num_ranks, table.fingerprint)
-    if said == found:
-        return None
-    reason = f"its slot table (epoch, blocks, ranks, fingerprint) is {found}, it says {said}"
-    return Refusal(reason, "restart the engine; if it says so again, report a bug")
+    if difference := differs(table, info):
+        return Refusal(difference, "restart the engine; if it says so again, report a bug")
+    return None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import engine_socket
-from kvshm._node.handout import Handouts, HandoutServer
+from kvshm._node.segment_server import SegmentClient, SegmentServer
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.slot_table import PeerSlotTable
 
@@ -37,12 +37,12 @@ def own_socket() -> Path:
     return shared_directory() / f"{secrets.token_hex(8)}.sock"
 
 
-def hand_out(table: OwnSlotTable) -> HandoutServer:
-    """Give a table to each process that asks, until the server is closed."""
+def hand_out(table: OwnSlotTable) -> SegmentServer:
+    """Give a table to whoever asks, until the server is closed."""
     path = engine_socket(shared_directory(), NAMESPACE, table.epoch)
-    return HandoutServer(path, lambda asked: table.descriptor(asked.writable))
+    return SegmentServer(path, lambda asked: table.descriptor(asked.writable))
 
 
 def table_of(epoch: Epoch) -> PeerSlotTable:
     """Map the table that a peer hands out; the caller closes it."""
-    return Handouts(shared_directory(), NAMESPACE).peer_table(epoch)
+    return SegmentClient(shared_directory(), NAMESPACE).peer_table(epoch)

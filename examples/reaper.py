@@ -4,8 +4,8 @@
 kernel (by a pidfd).  Every program that is started from then on has this run's mark in its
 environment, and so have all that those start, whatever their parent, group or session is.  Others
 see the environment of a process's last exec, so one that is only forked sends the reaper its pid.
-The reaper kills them all, and removes the temporary directories that this process has made and the
-shared memory that they alone have mapped.
+The reaper kills them all, and removes the temporary directories that this process has made, the
+paths given to ``remove_afterwards``, and the shared memory that they alone have mapped.
 
 Not PR_SET_PDEATHSIG: it knows only children, ends them with the *thread* that started them, and is
 lost when another user id or a file with capabilities is taken on.
@@ -68,6 +68,11 @@ def start() -> None:
     tempfile.mkdtemp = _noting(tempfile.mkdtemp)
 
 
+def remove_afterwards(path: Path) -> None:
+    """Have the reaper remove a path, if it is still there.  After ``start``, before it is made."""
+    _note(os.path.abspath(path))
+
+
 def _note(what: str) -> None:
     assert _pipe is not None
     with contextlib.suppress(OSError):  # the reaper was killed
@@ -96,11 +101,11 @@ def _noting(make: Any) -> Any:
 
 
 class Notes:
-    """What the processes of a run write to the reaper's standard input: directories and, of those
-    that were forked, ``pid start``."""
+    """What the processes of a run write to the reaper's standard input: paths and, of those that
+    were forked, ``pid start``."""
 
     def __init__(self) -> None:
-        self.directories: set[str] = set()
+        self.paths: set[str] = set()
         self.forked: set[str] = set()
         self._rest = b""
 
@@ -110,7 +115,7 @@ class Notes:
             while got := os.read(0, 1 << 16):
                 *whole, self._rest = (self._rest + got).split(b"\0")
                 for note in map(os.fsdecode, whole):
-                    (self.directories if note.startswith("/") else self.forked).add(note)
+                    (self.paths if note.startswith("/") else self.forked).add(note)
         except BlockingIOError:
             return True
         return False
@@ -128,11 +133,17 @@ def main(run: str, ended: int) -> None:
         if not notes.read():
             waits.unregister(0)
     mapped = kill_all(run, notes)
-    for directory in notes.directories:
-        shutil.rmtree(directory, ignore_errors=True)
-    for path in mapped - set().union(*map(_shared_memory, _pids())):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    for path in notes.paths | mapped - set().union(*map(_shared_memory, _pids())):
+        remove(path)
+
+
+def remove(path: str) -> None:
+    """Remove a directory with all that is in it, or what else is there; an error leaves it."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def kill_all(run: str, notes: Notes) -> set[str]:

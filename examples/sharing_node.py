@@ -16,7 +16,7 @@ from local_node import Engine, Node, PromptTokens, wait_until
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import FoundFile, list_sockets
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.layout import RowState, SlotState
 from kvshm._shm.slot_table import SlotTableView
@@ -70,7 +70,7 @@ class SharingNode(Node):
         for found in list_sockets(self.run_dir, self.namespace):
             if found.epoch is not None:
                 with contextlib.suppress(SegmentError):
-                    table = self._handouts.view(found.epoch)
+                    table = self._segments.view(found.epoch)
                     table.close()
                     if table.pid in pids:
                         served.append(found)
@@ -82,16 +82,16 @@ class SharingNode(Node):
         return served[0].epoch if served else None
 
     @property
-    def _handouts(self) -> Handouts:
-        return Handouts(self.run_dir, self.namespace)
+    def _segments(self) -> SegmentClient:
+        return SegmentClient(self.run_dir, self.namespace)
 
     def table(self, engine: Engine) -> SlotTableView:
         """Map the engine's present slot table for reading; the caller closes it."""
-        return self._handouts.view(self.epoch(engine))
+        return self._segments.view(self.epoch(engine))
 
     def replica(self, engine: Engine) -> ReplicaReader:
         """Map what the engine knows of the others for reading; the caller closes it."""
-        return self._handouts.replica(self.epoch(engine))
+        return self._segments.replica(self.epoch(engine))
 
     def counted(self, engine: Engine) -> dict[str, int]:
         """Return the counters of the engine's present epoch."""
@@ -130,7 +130,7 @@ class SharingNode(Node):
         own, epoch = self._epoch(importer), self._epoch(exporter)
         if own is None or epoch is None:
             return None
-        with contextlib.closing(self._handouts.replica(own)) as replica:
+        with contextlib.closing(self._segments.replica(own)) as replica:
             for row in replica.rows():
                 if row.epoch == epoch and row.state is RowState.LIVE:
                     entries = [e for e in replica.entries() if e.row == row.row]

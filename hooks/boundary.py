@@ -1,8 +1,6 @@
-"""The boundary to an engine: no exception of kvshm crosses it, except MemoryInUse.
-
-In the serving path any failure is a cache miss and a counter.  The traceback is logged once
-per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
-"""
+"""The boundary to an engine: no exception of kvshm crosses it, except MemoryInUse, or all of them
+with KVSHM_STRICT=1 (tests).  A failure is a cache miss and a counter; its traceback is logged once
+per hook."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class Bounded(Protocol):
     strict: bool
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
-        """Record the failure and make the state safe: nothing guards the published blocks from
-        here on, so all of them must be withdrawn."""
+        """Record the failure and withdraw all published blocks, which nothing guards any more."""
 
 
 _log_limit = LogLimit(math.inf)
@@ -83,15 +80,15 @@ class Timed(Protocol):
 
 
 def timed(hook_name: str) -> Callable[[F], F]:
-    """Have a hook tell ``hook_took`` when it began, under this name.  Goes inside ``guarded``."""
+    """Have a hook call ``hook_took`` with this name and its start.  Goes inside ``guarded``."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
         def call(self: Timed, *args: Any) -> Any:
-            begun = time.monotonic_ns()
+            start = time.monotonic_ns()
             result = hook(self, *args)
             try:
-                self.hook_took(hook_name, begun)
+                self.hook_took(hook_name, start)
             except Exception:  # any: the hook has done its work, which must not count as failed
                 if self.strict:
                     raise
@@ -103,15 +100,15 @@ def timed(hook_name: str) -> Callable[[F], F]:
 
 
 def decline(reason: str, engine: str, config: Config, model: str = "") -> None:
-    """Say why an engine shares nothing, in the log and for tools; it serves on."""
+    """Report why an engine shares nothing, in the log and to tools; it serves on."""
     log.line(CoreLine.NOT_SHARING, reason)
     record(reason, engine, config, model)
 
 
 def record(reason: str, engine: str, config: Config, model: str = "") -> None:
-    """Tell tools why an engine shares nothing, in the run directory."""
-    told = declined_now(engine, model, reason, on_purpose=config.share is Share.NONE)
-    record_declined(config.run_dir, config.namespace, told)
+    """Report to tools, in the run directory, why an engine shares nothing."""
+    declined = declined_now(engine, model, reason, on_purpose=config.share is Share.NONE)
+    record_declined(config.run_dir, config.namespace, declined)
 
 
 def report(owner: Bounded, hook: str, exc: Exception) -> None:

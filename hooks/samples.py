@@ -1,9 +1,9 @@
 """Samples of tensors, by which a later look finds that somebody has written into them.
 
 A full read of a model's weights takes seconds, a look at samples a millisecond.  A grid of 1,024
-places or more of every tensor is read once; each look compares one row of it, 64 places or more,
-and the next look the next row.  Where the grid begins is random, and a row's places are an odd
-number of elements apart, so that they fall into different columns of a matrix.
+places or more of every tensor is read once; each look compares the next row of it, 64 places or
+more.  Its start is random, and a row's places are an odd number of elements apart, so that they
+fall into different columns of a matrix.
 
     look 0   x . . . . x . . . . x . . . .        one row of each tensor, read by one
     look 1   . x . . . . x . . . . x . . .        operation for all tensors of a part
@@ -25,25 +25,23 @@ import torch
 from .weights import Place, digest_tensors, outermost_first, where
 
 LOOKS = 16
-"""Rows of the grid: after so many looks every place of it has been compared."""
+"""Rows of the grid, each compared by one look."""
 PER_LOOK = 64
-"""Places of a tensor in one row at least; a tensor with up to four times as many is compared as a
+"""Fewest places of a tensor in one row; one with up to four times as many is compared as a
 whole."""
 PART = 64
-"""Tensors that one look reads at a time: in a serving process it holds the interpreter for a
-tenth of a millisecond."""
+"""Tensors that one look reads at a time, which holds the interpreter for a tenth of a
+millisecond."""
 EQUAL_WRITES = 3
-"""How often a tensor may be written without a change before torch's counter of its writes is heeded
-only once in LOOKS: something writes the same values again and again."""
+"""How often a tensor may be written without a change before its writes count only once in LOOKS."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Samples:
-    """Samples of all tensors that stand in some places, taken when it is made.
+    """Samples of all tensors in some places, taken when it is made.
 
-    Used by one thread at a time.  Holds the tensors, so what it reads stays mapped, except by an
-    allocator that unmaps memory in use (sleep mode): never look while that may happen.  Raises
-    whatever torch raises for a tensor that cannot be sampled.
+    One thread at a time.  Holds the tensors, so they stay mapped, except in sleep mode: never look
+    then.  Raises what torch raises for a tensor that cannot be sampled.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Samples:
         self._lengths = self._lengths_now()
         self._digests: dict[object, bytes] = {}
         self._convertible = {where(tensor): _digest(tensor) for ((_, tensor),) in alone}
-        """Digests of the tensors that the model may convert: it converts what is there then."""
+        """Digests of the tensors that the model may convert."""
         # A step may run in inference mode, and a later look, outside it, could not write into
         # tensors that were made in it.
         with torch.inference_mode(False), torch.no_grad():
@@ -72,16 +70,16 @@ class Samples:
                 for _, alike in groupby(tensors, _kind)
                 for chosen in _in_parts(list(alike))
             ]
-            self.parts += [_Part(one, random) for one in alone]
+            self.parts += [_Part(single, random) for single in alone]
         self._row = self._next = 0
 
     def digested(self, digests: dict[object, bytes]) -> None:
-        """Take what ``digest_tensors`` says of each tensor after the samples were taken."""
+        """Keep the digests of each tensor, computed after the samples were taken."""
         self._digests = digests | self._convertible
 
     def look(self) -> str:
-        """Compare the next part.  Returns the name of the first tensor found that was written or
-        replaced, empty if there is none."""
+        """Compare the next part; returns the name of a tensor that was written or replaced, empty:
+        none."""
         if self._next == 0:
             for number, (name, holder, key, value, converts) in enumerate(self._places):
                 if holder is None or (now := holder.get(key)) is value:
@@ -161,9 +159,8 @@ class _Part:
         return ""
 
     def _counted(self, digests: dict[object, bytes], last: bool) -> str:
-        """torch has counted writes: return the name of a tensor that they changed, or empty.
-        Blocks while the tensors that were written are read as a whole.  ``last``: with this look
-        the whole grid has been compared."""
+        """Return the name of a tensor changed by writes that torch has counted, or empty.  Blocks
+        while it reads these tensors.  ``last``: this look completes the grid."""
         for place, tensor in enumerate(self._counting):
             writes = tensor._version
             if writes == self._writes[place]:
@@ -201,7 +198,7 @@ def _rows_of(tensor: torch.Tensor, start: float) -> Rows:
     size = words.numel()
     apart = (size // PER_LOOK - 1) | 1 if size > 4 * PER_LOOK else 1
     while (apart + size % apart) * PER_LOOK > size and apart > 1:
-        apart -= 2  # until the rows' begins, ``width`` below, lie within a 64th of the tensor
+        apart -= 2  # until the rows' starts, ``width`` below, lie within a 64th of the tensor
     per = size // apart
     # The rows begin evenly over what the first place leaves of the tensor for the last one.
     width = size - (per - 1) * apart
@@ -226,8 +223,8 @@ def _reader(
 
 
 class _OnDevice:
-    """Gathers on a device by one operation on a stream of its own, copies to pinned memory and
-    waits for that: nothing else on the device waits, and no other thread."""
+    """Gathers on a device, on a stream of its own, and copies to pinned memory: nothing else on the
+    device waits, and no other thread."""
 
     def __init__(self, gathered: torch.Tensor) -> None:
         self._gathered = gathered
@@ -245,7 +242,7 @@ class _OnDevice:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """As ``digest_tensors`` tells of each tensor."""
+    """The digest of one tensor by ``digest_tensors``."""
     found: dict[object, bytes] = {}
     digest_tensors([("", tensor.detach())], found)
     return found[where(tensor)]

@@ -1,8 +1,5 @@
-"""A digest of tensors as this process holds them, computed where they lie.
-
-With integer arithmetic that wraps around as in C: equal on every device, and on any number of
-threads.
-"""
+"""A digest of tensors as this process holds them, computed where they lie: equal on every device,
+on any number of threads."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from kvshm.errors import KvshmError
 
 _CHUNK_WORDS = {"cpu": 3 << 13}
 _CHUNK_WORDS_ELSEWHERE = 1 << 21
-"""Words mixed at a time.  On a CPU they fit a core's cache and are fewer than 32768, from which on
-torch starts threads (a hundred times slower on a busy machine); elsewhere they fill a GPU, with
-three buffers of 16 MB."""
+"""Words mixed at a time: on a CPU they fit a core's cache, and torch starts no threads, as it does
+from 32768 on; elsewhere they fill a GPU, with three buffers of 16 MB."""
 
 _COPY_BYTES = 64 << 20
 """Most bytes copied at a time of tensors that are not contiguous."""
@@ -33,17 +29,17 @@ class WeightsUnknown(KvshmError):
 def digest_tensors(
     named: Iterable[tuple[object, torch.Tensor]], each: dict[object, bytes] | None = None
 ) -> str:
-    """Return a digest (64 hex digits) of all tensors, and of what is told of each, which must
-    have the same ``repr`` in every process.  ``each`` gets a digest of every tensor by itself,
-    under its ``where``.
+    """Return a digest (64 hex digits) of all ``named`` tensors, and of their names, which must have
+    the same ``repr`` in every process.  ``each`` gets a digest of every tensor, under its
+    ``where``.
 
-    Blocks while it reads all of them (above 1 GB/s on one core).  Changes nothing.  Any two
-    processes with equal tensors on equal hardware get equal digests.  Raises WeightsUnknown.
+    Blocks while it reads all of them (above 1 GB/s on one core).  Equal tensors on equal hardware
+    have equal digests.  Raises WeightsUnknown.
     """
     digest = sha256()
     mixers: dict[torch.device, _Mixer] = {}
-    for told, tensor in named:
-        digest.update(repr(told).encode())
+    for name, tensor in named:
+        digest.update(repr(name).encode())
         own = sha256()
         for piece in _pieces(tensor):
             if piece.device not in mixers:
@@ -60,11 +56,9 @@ class Place(NamedTuple):
     """Where a model keeps a weight: a parameter, a buffer or what a kernel computes with."""
 
     name: str
-    holder: Mapping[str, Any] | None
-    """The dict in which it stands; None if it is reached another way."""
+    holder: Mapping[str, Any] | None  # the dict that holds it; None if it is reached another way
     key: str
-    value: object
-    """What stands there: mostly a tensor."""
+    value: object  # mostly a tensor
     converts: bool = False
     """Whether the model may exchange it for the same numbers in another format: no write."""
 
@@ -72,9 +66,9 @@ class Place(NamedTuple):
 def model_places(
     model: torch.nn.Module, converts: Callable[[torch.nn.Module, str], bool] = lambda *_: False
 ) -> Iterator[Place]:
-    """Yield where the model keeps its parameters and buffers, shared ones once for each module, and
-    its modules and a ``forward`` of their own, or that there is none, and the tables of all of
-    these.  ``converts`` is asked whether a module converts what it has under a name."""
+    """Yield where the model keeps its parameters and buffers, shared ones once for each module, its
+    modules, their own ``forward`` or that there is none, and the tables of these.  ``converts``:
+    whether a module converts what it has under a name."""
     for name, module in sorted(model.named_modules()):
         prefix = f"{name}." if name else ""
         own = module.__dict__
@@ -95,25 +89,23 @@ def hook_tables(model: torch.nn.Module) -> list[Sized]:
 
 
 def model_code(model: torch.nn.Module) -> list[object]:
-    """Return what of a model's modules decides, besides their tensors, what they compute: how many
-    forward hooks they have, each one's class, and its own ``forward`` if it has one.  Numbers and
-    tensors that are neither parameters nor buffers are not among it."""
+    """Return what decides, besides tensors and numbers, what a model's modules compute: how many
+    forward hooks they have, their classes, and their own ``forward`` if they have one."""
     modules = list(model.modules())
     own = [module.__dict__.get("forward") for module in modules]
     return [*map(len, hook_tables(model)), *map(type, modules), *own]
 
 
 def model_modules(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
-    """Yield of each module its name, its class's name and its floats, such as an epsilon or a
-    scale, for ``digest_tensors``: with a tensor without elements."""
+    """Yield for ``digest_tensors`` each module's name, class and floats, such as an epsilon or a
+    scale, with a tensor without elements."""
     for name, module in sorted(model.named_modules()):
         floats = sorted((k, v) for k, v in vars(module).items() if type(v) is float)
         yield (name, type(module).__qualname__, floats), torch.empty(0)
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
-    """Yield all parameters and buffers, and of each its name, shape, strides and type.  A tensor
-    that several modules share comes once."""
+    """Yield all parameters and buffers, each once, with name, shape, strides and type."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in sorted(named.items()):
         plain = tensor.detach()
@@ -126,8 +118,8 @@ def where(tensor: torch.Tensor) -> object:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor's bytes as flat uint8 tensors: without a copy if the tensor is contiguous in
-    some order of its dimensions; otherwise copied, some rows at a time."""
+    """Yield the tensor's bytes as flat uint8 tensors, copied, some rows at a time, unless it is
+    contiguous in some order of its dimensions."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise WeightsUnknown(f"a weight of layout {tensor.layout} on {tensor.device}")
     ordered = outermost_first(tensor)

@@ -1,14 +1,12 @@
-"""The witness of a model's weights: a thread that looks at samples of them, busy or idle.
+"""The witness of a model's weights: a thread that looks at samples of them, again and again.
 
-Whoever shares blocks says that they are of certain weights.  Weights can be written in ways that no
-hook sees: ``param.data.copy_``, an optimiser, a CUDA IPC handle in another process.  So that the
-statement rests on the weights and not on knowing every writer, the witness looks at them again and
-again, and says once that they were written.
+Weights can be written in ways that no hook sees: ``param.data.copy_``, an optimiser, a CUDA IPC
+handle in another process.
 
     prepare   samples are taken, then the caller digests all weights: what is written in between
               or later differs from the samples
     watch     the digest is known: look at one part of the tensors after the other
-    stop      somebody says that weights will be written, or unmapped: nothing is read any more
+    stop      weights will be written, or unmapped: nothing is read any more
 """
 
 from __future__ import annotations
@@ -24,13 +22,11 @@ from .weights import Place
 
 
 class WeightWitness:
-    """Watches the weights of one model in this process.  Any thread; methods wait for a look
-    under way, which takes a millisecond."""
+    """Watches the weights of one model.  Any thread; methods wait a millisecond for a look."""
 
     def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
         """``seconds``: in which every tensor is looked at once.  ``tell``: called on the witness's
-        thread with the name of the first parameter that was found written; the witness has stopped
-        then."""
+        thread, which stops, with the name of the first parameter that was found written."""
         self._seconds = seconds
         self._tell = tell
         self._lock = threading.Lock()
@@ -42,15 +38,15 @@ class WeightWitness:
         self._thread: threading.Thread | None = None
 
     def prepare(self, places: Iterable[Place], code: Callable[[], object] = lambda: None) -> None:
-        """Take samples of all tensors, which must not be unmapped before ``stop``, and of what
-        ``code`` returns.  Call it before the weights are digested.  Raises what torch raises."""
+        """Take samples of all tensors, which must stay mapped until ``stop``, and of what ``code``
+        returns, before the weights are digested.  Raises what torch raises."""
         with self._lock:
             self._watching, self._samples = False, None
             self._samples = Samples(places, random.Random().random, code)
 
     def watch(self, digests: dict[object, bytes]) -> None:
-        """Begin to look.  ``digests``: what ``digest_tensors`` said of each tensor since
-        ``prepare``.  Raises TransportError if no thread can be started."""
+        """Begin to look.  ``digests``: of each tensor since ``prepare``, by ``digest_tensors``.
+        Raises TransportError if no thread can be started."""
         with self._lock:
             if self._samples is None:
                 return
@@ -63,13 +59,12 @@ class WeightWitness:
         self._changed.set()
 
     def look(self) -> str:
-        """Look at all tensors now.  Returns the name of a tensor that was written, empty if none
-        was found or nothing is watched; stops if there is one."""
+        """Look at all tensors now; returns the name of one that was written, and stops, or empty if
+        none was or nothing is watched."""
         return self._look(Samples.look_at_all)
 
     def stop(self) -> None:
-        """Look no more: whoever writes, unmaps or exchanges weights has said so.  Lets go of the
-        tensors."""
+        """Look no more, and let go of the tensors, which will be written, unmapped or exchanged."""
         with self._lock:
             self._watching, self._samples = False, None
 

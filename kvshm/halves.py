@@ -32,6 +32,7 @@ from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank
 from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.statistics import (
     BAD_OPTIONS,
     HOOK_ERRORS,
@@ -86,6 +87,7 @@ __all__ = [
     "Counter",
     "EngineSpec",
     "Epoch",
+    "ErrorCode",
     "Group",
     "Groups",
     "LoadFailure",

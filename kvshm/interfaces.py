@@ -46,7 +46,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     """Byte at which block 0 begins."""
     stride: int
-    """Bytes from the begin of a block to that of the next one, at least ``block_bytes``."""
+    """Bytes from the start of one block to that of the next, at least ``block_bytes``."""
     block_bytes: int
     """Bytes of one block in this run."""
     num_blocks: int
@@ -259,7 +259,7 @@ class SupportsAfter(Protocol):
 
 
 class SupportsWithdraw(Protocol):
-    """A transport that knows who maps its memory."""
+    """A transport that knows how many peers map its memory."""
 
     def withdraw(self) -> Callable[[], int]:
         """Let no peer attach until the next export.  Return a function that tells how many mappings

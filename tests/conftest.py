@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from .multiprocess.terminals import tmux_is_missing
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
-CHEAP = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu")
+CHEAP = ("unit", "core", "conformance", "model", "benchmarks", "multiprocess", "packaging", "gpu")
 ORDER = (*CHEAP, "transformers", "vllm")
 """Folders by what their tests cost; single files of tests/ come before the last one."""
 
@@ -80,6 +82,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def own_line_limit() -> None:
     """Lines that an earlier test logged in this process must not silence those of this one."""
     LINE_LIMIT.reset()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A run directory with a short path, because sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,8 @@ CLIENT, CORE = "tests/multiprocess/test_client.py", "tests/core/test_sanitizers.
 CONFORMANCE = "tests/conformance/test_transport.py"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "stay_together"),
-    [
+def test_what_shares_something_dear_stays_in_one_worker(subtests: pytest.Subtests) -> None:
+    for one, other, stay_together in [
         ("tests/packaging/test_alone.py::test_a", "tests/packaging/test_contents.py::test_b", True),
         (f"{VERSIONS}::test_a", f"{VERSIONS}::test_b[x]", True),
         (f"{VERSIONS}::test_a", f"{DOCS}::test_a", False),
@@ -41,9 +40,6 @@ CONFORMANCE = "tests/conformance/test_transport.py"
         (f"{CORE}::test_a[address,undefined-x]", f"{CORE}::test_a[thread-x]", False),
         (f"{CONFORMANCE}::test_a[loopback]", f"{CONFORMANCE}::test_b[loopback-x]", True),
         (f"{CONFORMANCE}::test_a[loopback]", f"{CONFORMANCE}::test_a[posix_shm]", False),
-    ],
-)
-def test_what_shares_something_dear_stays_in_one_worker(
-    one: str, other: str, stay_together: bool
-) -> None:
-    assert (together(one) == together(other)) == stay_together
+    ]:
+        with subtests.test(one=one, other=other, stay_together=stay_together):
+            assert (together(one) == together(other)) == stay_together

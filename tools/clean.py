@@ -7,16 +7,14 @@ while it serves, and the last engine clears up at its end.  Files of running pro
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from dataclasses import asdict
 
 from kvshm._base.rundir import choose_run_directory, open_run_directory
 from kvshm._node.leftovers import CleanupResult, clear
 from kvshm.config import Config
 
-from .plain_text import clean
+from .output import clean, note, show
 
 HELP = "remove what a crash has left"
 EXIT_CLEAN, EXIT_LEFT = range(2)
@@ -47,20 +45,13 @@ def run(asked: argparse.Namespace) -> int:
         run_dir = open_run_directory(config.run_dir, os.environ)
         found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
     else:
-        print(f"nothing to do: there is no directory {place}", file=sys.stderr)
+        note(f"nothing to do: there is no directory {place}")
         found = CleanupResult()
-    if asked.json:
-        print(json.dumps({"dry_run": asked.dry_run, **asdict(found)}, indent=2))
-    else:
-        _print(found, dry_run=asked.dry_run)
+    done = "would remove" if asked.dry_run else "removed"
+    data = {"dry_run": asked.dry_run, **asdict(found)}
+    show(data, lambda: [clean(f"{done} {what}") for what in found.removed], as_json=asked.json)
+    if not asked.json:
+        note(*(f"left alone: {what}" for what in found.left))
+        if found.coordinator:
+            note(f"nothing done: {found.coordinator}")
     return EXIT_LEFT if found.left or found.coordinator else EXIT_CLEAN
-
-
-def _print(found: CleanupResult, *, dry_run: bool) -> None:
-    """A line for each file."""
-    for what in found.removed:
-        print(clean(f"would remove {what}" if dry_run else f"removed {what}"))
-    for what in found.left:
-        print(f"left alone: {clean(what)}", file=sys.stderr)
-    if found.coordinator:
-        print(f"nothing done: {clean(found.coordinator)}", file=sys.stderr)

@@ -21,10 +21,11 @@ from . import (
     status,
     verify_logits,
 )
-from .commands import EXIT_USAGE, Command, run_command
+from .commands import Command, run_command
 from .doctor import command as doctor
 from .kv import command as kv
 from .metrics import command as metrics
+from .output import EXIT_USAGE
 from .top import command as top
 
 COMMANDS: dict[str, Command] = {

@@ -10,7 +10,6 @@ coordinator without engines is something to show, unless an option asks for engi
 from __future__ import annotations
 
 import argparse
-import json
 import string
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from .check import check
 from .commands import run_alone
 from .node.reader import NodeReader
 from .options import add_selection, find_place, select
-from .plain_text import clean, cleaned
+from .output import clean, cleaned, note, show
 from .render import ended, name_of, render
 from .report import Filters, build_report
 
@@ -73,22 +72,16 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     """Print the violations and warnings; return the exit status."""
     found = check(run_dir, namespace)
-    if as_json:
-        # "law" is what an invariant was once called.  Scripts read the key, so it stays.
-        wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
-        told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
-        print(json.dumps(told, indent=2))
-    else:
-        for violation in found.suspects:
-            print(clean(str(violation)))
-        for warning in found.warnings:
-            print(f"warning: {clean(warning)}", file=sys.stderr)
+    # "law" is what an invariant was once called.  Scripts read the key, so it stays.
+    wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
+    data = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
+    show(data, lambda: [clean(str(violation)) for violation in found.suspects], as_json=as_json)
+    if not as_json:
+        note(*(f"warning: {warning}" for warning in found.warnings))
     if found.suspects:
         return 3
     if not found.checked.total():
-        print(
-            "nothing of kvshm found to check", *_what_there_is(run_dir), sep="\n", file=sys.stderr
-        )
+        note("nothing of kvshm found to check", *_what_there_is(run_dir))
         return 1
     if not as_json:
         checked = ", ".join(f"{n} {kind}" for kind, n in sorted(found.checked.items()))
@@ -112,15 +105,17 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
     empty = not any(space[part] for space in report["namespaces"] for part in parts)
     if empty and asked.engine is not None:
         _check_engine(run_dir, namespace, asked.engine)
-    if asked.json:
-        print(json.dumps(report, indent=2))
-    elif not empty:
-        print(render(cleaned(report), everything=asked.entries, selected=filters.selective))
+    if asked.json or not empty:
+        show(
+            report,
+            lambda: render(cleaned(report), everything=asked.entries, selected=filters.selective),
+            as_json=asked.json,
+        )
     if empty:
         lines = [line for space in cleaned(report)["namespaces"] for line in ended(space)]
         sought = "was asked for" if filters.selective else "is alive"
         lines.append(f"nothing of kvshm found that {sought}")
-        print(*lines, *_what_there_is(run_dir), sep="\n", file=sys.stderr)
+        note(*lines, *_what_there_is(run_dir))
     return 1 if empty else 0
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from .commands import EXIT_FAILED
 from .node.mapped import slots_in_use
 from .node.reader import NodeReader
 from .node.reading import EngineReading, NamespaceReading, PeerReading
 from .options import add_selection, find_place, select
-from .plain_text import cleaned
-from .tables import Columns, Json, table
+from .output import EXIT_FAILED, Columns, Json, cleaned, note, show, table
 
 HELP = "who holds leases on whose blocks, and for how long"
 NANOSECONDS = 1_000_000_000
@@ -58,16 +54,12 @@ def run(asked: argparse.Namespace) -> int:
         select(reading, asked.engine)  # says which engines there are, if there is none so
     for row in rows:
         del row["names"]
-    if asked.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        for line in table(_COLUMNS, cleaned(rows)):
-            print(line)
-        if not rows and reading.namespaces:
-            print("nobody holds a lease", file=sys.stderr)
+    show(rows, lambda: table(_COLUMNS, cleaned(rows)), as_json=asked.json)
     if not reading.namespaces:
-        print(f"nothing of kvshm runs in {run_dir}", file=sys.stderr)
+        note(f"nothing of kvshm runs in {run_dir}")
         return EXIT_FAILED
+    if not (rows or asked.json):
+        note("nobody holds a lease")
     return 0
 
 

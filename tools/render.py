@@ -8,9 +8,8 @@ from operator import itemgetter
 
 from kvshm._base.log import engine_name
 
-from .report import Json
-from .tables import Columns
-from .tables import table as any_table
+from .output import Columns, Json
+from .output import table as any_table
 
 CHAINS_SHOWN = 20
 _IF_ANY = ("group", "held", "held for")
@@ -18,12 +17,11 @@ _IF_ANY = ("group", "held", "held for")
 _HASH_DIGITS = 16
 
 
-def render(report: Json, *, everything: bool = False, selected: bool = False) -> str:
-    """Return the report as tables; without ``everything``, long lists of chains are cut.
+def render(report: Json, *, everything: bool = False, selected: bool = False) -> Iterator[str]:
+    """Yield the report as lines of tables; without ``everything``, long lists of chains are cut.
     ``selected``: the report may leave engines out."""
-    return "\n".join(
-        line for space in report["namespaces"] for line in _namespace(space, everything, selected)
-    )
+    for space in report["namespaces"]:
+        yield from _namespace(space, everything, selected)
 
 
 def name_of(engine: Json) -> str:

@@ -25,8 +25,8 @@ from .chains import find_chains
 from .node.mapped import MappedEngine, slots_in_use
 from .node.reader import NodeReader
 from .node.reading import read_header
+from .output import Json
 
-Json = dict[str, Any]
 TAG_BYTES = 8
 _Held = Mapping[Epoch, Mapping[int, Slot]]
 """Slots in use, by epoch of the engine and block id."""
@@ -155,7 +155,7 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
         "blocks": [],
         "chains": [],
         "counters": {label: n for label, n in header.counters.items() if n},
-        "errors": [error._asdict() for error in table.errors()],
+        "errors": [e._asdict() | {"about": [*e.about]} for e in table.errors()],
         "problems": table.check_integrity(),
     }
 

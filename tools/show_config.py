@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvshm._base.extra_config import own_settings
@@ -15,7 +14,7 @@ from kvshm.config import Config, list_settings
 from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
-from .plain_text import clean
+from .output import clean, note, show
 
 HELP = "print each setting, its value and where it came from"
 
@@ -49,16 +48,18 @@ def run(asked: argparse.Namespace) -> int:
     config = Config.from_env(os.environ, extra_config=extra)
     check_installed(config.transport, config.called("transport"))
     settings = list_settings(os.environ, extra)
-    if asked.json:
-        print(json.dumps(_as_json(settings, config.warnings), indent=2))
-        return 0
+    data = _as_json(settings, config.warnings)
+    show(data, lambda: _lines(settings), as_json=asked.json)
+    if not asked.json:
+        note(*(f"kvshm: {warning}" for warning in config.warnings))
+    return 0
+
+
+def _lines(settings: list[tuple[str, str | None, str]]) -> Iterator[str]:
     rows = [(name, UNSET if value is None else value, origin) for name, value, origin in settings]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
-        print(clean(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}"))
-    for warning in config.warnings:
-        print(f"kvshm: {clean(warning)}", file=sys.stderr)
-    return 0
+        yield clean(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
 
 
 def _as_json(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterable, Iterator
 
 from kvshm._base.ids import Epoch
@@ -25,9 +23,8 @@ from .node.health import (
 from .node.reader import NodeReader
 from .node.reading import NamespaceReading
 from .options import NoSuchEngine, add_selection, find_place, select
-from .plain_text import clean, cleaned
+from .output import Columns, Json, cleaned, note, say, show, table
 from .render import leftover
-from .tables import Columns, Json, table
 
 HELP = "one line per engine: healthy, degraded or down"
 EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
@@ -88,7 +85,7 @@ def run(asked: argparse.Namespace) -> int:
         mistyped = isinstance(exc, ConfigError) and (asked.namespace or asked.run_dir)
         if asked.probe != "serving" or mistyped:
             raise
-        print(f"kvshm status: nothing is known of the engines: {clean(str(exc))}", file=sys.stderr)
+        say("status", f"nothing is known of the engines: {exc}")
         return 0
 
 
@@ -101,20 +98,16 @@ def _run(asked: argparse.Namespace) -> int:
     except NoSuchEngine as exc:
         if not asked.probe:
             raise
-        print(f"kvshm status: {clean(str(exc))}", file=sys.stderr)
+        say("status", str(exc))
         return EXIT_NO
     health = judge_node(reading, Limits(scheduler=asked.scheduler_seconds, loop=asked.loop_seconds))
     if asked.probe:
         return _probe(asked.probe, health)
     found = as_json(health)
-    if asked.json:
-        print(json.dumps(found, indent=2))
-    else:
-        for line in _lines(cleaned(found)):
-            print(line)
-        if not reading.namespaces:
-            where = "in this container" if asked.here and whole.namespaces else f"in {run_dir}"
-            print(f"nothing of kvshm runs {where}", file=sys.stderr)
+    show(found, lambda: _lines(cleaned(found)), as_json=asked.json)
+    if not (reading.namespaces or asked.json):
+        where = "in this container" if asked.here and whole.namespaces else f"in {run_dir}"
+        note(f"nothing of kvshm runs {where}")
     return EXIT_STATUS[health.state]
 
 
@@ -221,8 +214,7 @@ def _probe(probe: str, health: NodeHealth) -> int:
     failures = [why for good, why in answers if not good]
     if not answers and probe != "serving":
         failures = ["there is no coordinator" if probe == "coordinator" else "there is no engine"]
-    for failure in failures:
-        print(clean(failure), file=sys.stderr)
+    note(*failures)
     return EXIT_NO if failures else 0
 
 
@@ -236,7 +228,7 @@ def _answers(probe: str, health: NodeHealth) -> Iterator[tuple[bool, str]]:
             continue
         for each in space.engines:
             if each.progress is None and probe in ("progress", "serving"):
-                print(f"{clean(each.engine.log_name)}: {each.texts[-1]}", file=sys.stderr)
+                note(f"{each.engine.log_name}: {each.texts[-1]}")
             yield _passes(probe, each), f"{each.engine.log_name}: {'; '.join(each.texts)}"
         for ended in space.ended:
             yield False, f"{reading.name_of(ended.epoch)} has ended"

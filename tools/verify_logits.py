@@ -14,7 +14,6 @@ import math
 import re
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .plain_text import clean
+from .output import note, show
 
 HELP = "ask two engines the same prompt and compare the answers"
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
@@ -362,9 +361,9 @@ def run(options: argparse.Namespace) -> int:
         b = Server("B", options.b, options.timeout)
         outcome = ask(a, b, asked, options.wait)
     except (ServerError, OSError, UnicodeDecodeError) as exc:
-        print(f"kvshm verify-logits: {clean(str(exc))}", file=sys.stderr)
+        note(f"kvshm verify-logits: {exc}")
         return EXIT_FAILED
     status, verdict = _verdict(outcome, options.tolerance)
     told = _told(outcome, verdict)
-    print(json.dumps(told, indent=2) if options.json else _as_text(told))
+    show(told, lambda: [_as_text(told)], as_json=options.json)
     return status

@@ -1,8 +1,7 @@
 """Deliberately wrong copies, for the oracle tests and ``make demo BREAK=1``.
 
-A check that has never failed proves nothing.  These faults are real wrong copies, made where a
-bug of a transport would make them, so the layers above must notice them.  Only an argument of the
-transport switches a fault on; None means correct copies::
+These are real wrong copies, made where a bug of a transport would make them, so the layers above
+must notice them.  Only an argument of the transport switches a fault on::
 
     wrong-block   each target gets the first target's block, and the first gets the second's (for a
                   single block: the neighbouring block).  Swapping blocks would not do: attention

@@ -16,10 +16,8 @@ _log = logger(__name__)
 
 
 class JobThread:
-    """Runs jobs one after the other, in the order given.
-
-    The thread starts with the first job and ends with ``close``.  Any thread may submit.
-    """
+    """Runs jobs one after the other, in the order given.  The thread starts with the first job and
+    ends with ``close``.  Any thread may submit."""
 
     def __init__(self, name: str, enter: Callable[[], None] | None = None) -> None:
         """``enter``: the first thing that the thread does."""

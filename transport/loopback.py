@@ -1,9 +1,8 @@
 """A transport inside one process, with a clock that only its user moves.
 
-It is part of the product because tests of code on top of the transport interface need it.  The
-``LoopbackTransport`` s of several engines share one ``LoopbackNetwork``; their memories are
-bytearrays, and a copy makes progress only when ``advance`` is called.  So a test decides exactly
-when copies overlap, are cancelled or end late, and when a source changes during a copy.
+Tests of code on top of the transport interface need it.  The ``LoopbackTransport`` s of several
+engines share one ``LoopbackNetwork``; their memories are bytearrays, and a copy makes progress only
+when ``advance`` is called.  So a test decides when copies overlap, are cancelled or end late.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ class LoopbackNetwork:
         self.copies: list[LoopbackCopy] = []
 
     def advance(self, ticks: int = 1) -> None:
-        """Let every pending copy, in the order begun, copy one block per tick.
-
-        A cancelled copy, or one without remaining blocks, ends at its next tick.
-        """
+        """Let every pending copy, in the order begun, copy one block per tick.  A cancelled copy,
+        or one without remaining blocks, ends at its next tick."""
         for _ in range(ticks):
             for copy in self.copies:
                 copy.advance()

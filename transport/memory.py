@@ -28,44 +28,22 @@ def _seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
-def check_sealed_memory(fd: int) -> None:
-    """Raise TransportError unless the file of ``fd`` is sealed against shrinking and has all its
-    pages.  Otherwise a read beyond its end, or of a page without memory, would kill the reader
-    (SIGBUS)."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0  # no memfd
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise TransportError("the peer's KV memory is not sealed: it could be cut while it is read")
-    found = os.fstat(fd)
-    if (existing := found.st_blocks * 512) < found.st_size:
-        raise TransportError(
-            f"the peer's KV memory has {found.st_size} bytes, of which {existing} exist"
-        )
-
-
 class KVMemory:
-    """One shared allocation, mapped writable only in this process.
-
-    A KV cache over ``buffer`` (``torch.frombuffer``) keeps the mapping alive; ``close`` only ends
-    the sharing.
-    """
+    """One shared allocation, mapped writable only in this process.  A KV cache over ``buffer``
+    (``torch.frombuffer``) keeps the mapping alive; ``close`` only ends the sharing."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map ``fd`` and take it over."""
         self._mapping = mmap.mmap(fd, nbytes)
         self._fd = fd
-        self._close_fd = weakref.finalize(self, os.close, fd)  # once, whoever comes first
+        self._close_fd = weakref.finalize(self, os.close, fd)  # once
         self.nbytes = nbytes
 
     @classmethod
     def create(cls, nbytes: int) -> KVMemory:
-        """Reserve ``nbytes`` of zeroed memory.  Raises TransportError if there is no room.
-
-        Blocks while the kernel clears the pages (about a second per 4 GB); call it on the
-        thread, bound to the cores, that will use the memory.
-        """
+        """Reserve ``nbytes`` of zeroed memory.  Raises TransportError if there is no room.  Blocks
+        while the kernel clears the pages (about a second per 4 GB); call it on the thread, bound to
+        the cores, that will use the memory."""
         if nbytes <= 0:
             raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
         try:

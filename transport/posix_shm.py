@@ -7,8 +7,7 @@ even have ended::
     exporter                                     importer
     KVMemory (memfd, mapped writable)            PosixAttachment (same pages, PROT_READ)
        | read_only_fd                               | begin_copy
-    FdServer  <--- {"epoch": e} --------------   fetch
-              ---- {"status": "ok"} + fds ---->  mmap
+    DescriptorServer  <--------------------->    ask, mmap (kvshm/_shm/descriptors.py)
               ==== left open: its end tells ==>  the exporter has ended
               <== ... or tells the exporter ===  the importer has unmapped the memory
 """
@@ -28,19 +27,22 @@ from kvshm import _native
 from kvshm._base.copy_path import CopyPath
 from kvshm._base.forks import close_in_children
 from kvshm._base.ids import BlockId, Epoch
-from kvshm._shm.fd_server import FdServer
-from kvshm._shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
+from kvshm._shm.descriptors import (
+    MEMORY_KIND,
+    MEMORY_SECONDS,
+    DescriptorServer,
+    Request,
+    ask,
+)
+from kvshm._shm.fds import check_sealed, close_all, peer_has_closed, sibling_socket
 from kvshm.config import Fault
-from kvshm.errors import StaleAttachment, TransportError
+from kvshm.errors import SegmentNotFound, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
-from .memory import KVMemory, check_sealed_memory
+from .memory import KVMemory
 from .own_cache import OwnCache
 from .regions import block_checksum, check_blocks, count_blocks
-
-FETCH_TIMEOUT = 5.0
-"""Seconds that an exporter's socket may take to answer; a separate thread answers."""
 
 
 class ShmDetails(msgspec.Struct, frozen=True):
@@ -48,25 +50,6 @@ class ShmDetails(msgspec.Struct, frozen=True):
 
     socket: str
     """Its name in the run directory."""
-
-
-class MemoryRequest(msgspec.Struct, frozen=True):
-    """An importer's request to the descriptor socket."""
-
-    epoch: int
-
-
-class MemoryReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The reply: "ok" (with the descriptors) or "stale", and the epoch served."""
-
-    status: str
-    epoch: int
-    stays: bool = False
-    """Whether the exporter leaves the connection open until its own end."""
-
-
-_request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
-_reply_decoder = msgspec.msgpack.Decoder(MemoryReply)
 
 
 def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRun]:
@@ -83,7 +66,7 @@ def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mma
         raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
     try:
         for fd in fds:
-            check_sealed_memory(fd)
+            check_sealed(fd, "the peer's KV memory", None, TransportError)
         mappings = [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
@@ -94,28 +77,20 @@ def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mma
 
 def _fetch_memory(
     descriptor: MemoryDescriptor, own_socket: str
-) -> tuple[list[mmap.mmap], socket.socket | None]:
-    """Ask the exporter for its descriptors and map them.  Also returns the connection, if it stays
-    open.  Raises StaleAttachment or TransportError."""
+) -> tuple[list[mmap.mmap], socket.socket]:
+    """Ask the exporter for its descriptors and map them.  Also returns the connection.  Raises
+    StaleAttachment or TransportError."""
     details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
     socket_path = sibling_socket(own_socket, details.socket)
-    request = msgspec.msgpack.encode(MemoryRequest(descriptor.epoch))
-    reply, fds, connection = fetch_keep_open(socket_path, request, FETCH_TIMEOUT)
-    stays = False
+    wanted = Request(MEMORY_KIND, descriptor.epoch)
+    fds, connection = ask(socket_path, wanted, MEMORY_SECONDS)
     try:
-        answer = _reply_decoder.decode(reply)
-        if answer.status != "ok" or answer.epoch != descriptor.epoch:
-            raise StaleAttachment(
-                f"{socket_path} serves epoch {answer.epoch:016x}, not {descriptor.epoch:016x}"
-            )
-        mappings, stays = _map_read_only(descriptor, fds), answer.stays
-        return mappings, connection if stays else None
-    except msgspec.DecodeError as exc:
-        raise TransportError(f"{socket_path}: undecodable reply: {exc}") from exc
+        return _map_read_only(descriptor, fds), connection
+    except BaseException:
+        connection.close()
+        raise
     finally:
         close_all(fds)
-        if not stays:
-            connection.close()
 
 
 class PosixAttachment:
@@ -128,7 +103,7 @@ class PosixAttachment:
         own: PosixShmTransport,
         descriptor: MemoryDescriptor,
         mappings: list[mmap.mmap],
-        connection: socket.socket | None,
+        connection: socket.socket,
     ) -> None:
         own.check_peer(descriptor, [len(mapping) for mapping in mappings])
         self._connection = connection
@@ -146,7 +121,7 @@ class PosixAttachment:
 
     @property
     def ended(self) -> bool:
-        return self._connection is not None and peer_has_closed(self._connection)
+        return peer_has_closed(self._connection)
 
     def begin_copy(
         self,
@@ -176,8 +151,7 @@ class PosixAttachment:
 
         def unmap() -> None:
             last.clear()
-            if connection is not None:
-                connection.close()  # afterwards: it tells the exporter that its memory is unmapped
+            connection.close()  # afterwards: it tells the exporter that its memory is unmapped
 
         try:
             self._own.copier.submit(unmap)
@@ -193,11 +167,9 @@ def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
 
 
 class PosixShmTransport(OwnCache):
-    """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).
-
-    ``export``, copies and ``checksum`` belong to one thread; ``attach`` and closing may be
-    called by others.  A forked child must not use it.
-    """
+    """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).  ``export``, copies
+    and ``checksum`` belong to one thread; ``attach`` and closing may be called by others.  A forked
+    child must not use it."""
 
     name = "posix_shm"
     devices = ("cpu",)
@@ -214,11 +186,9 @@ class PosixShmTransport(OwnCache):
         fault: str | None = None,
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
-
         ``socket_path`` is the path of this rank's socket in the run directory.  ``fault`` makes
         every copy wrong on purpose (faults.py).  The caller closes the memory.  Raises
-        TransportError if the regions do not fit the memory.
-        """
+        TransportError if the regions do not fit the memory."""
         self.memory = (memory,) if isinstance(memory, KVMemory) else tuple(memory)
         super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.target = _runs(self.regions, [m.address for m in self.memory])
@@ -227,7 +197,7 @@ class PosixShmTransport(OwnCache):
         self._socket_path = os.fspath(socket_path)
         self._lock = threading.Lock()
         self._fds: list[int] = []
-        self._server: FdServer | None = None
+        self._server: DescriptorServer | None = None
         self._attachments: list[PosixAttachment] = []
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
@@ -237,19 +207,14 @@ class PosixShmTransport(OwnCache):
             while len(self._fds) < len(self.memory):
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
-                self._server = FdServer(self._socket_path, self._answer)
+                self._server = DescriptorServer(self._socket_path, self._find, keep=True)
             return self.describe(ShmDetails(os.path.basename(self._socket_path)))
 
-    def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        """Answer one request, on the server's thread, without the lock: ``close`` holds it."""
-        epoch = self.epoch
-        try:
-            wanted = _request_decoder.decode(packed).epoch
-        except msgspec.DecodeError:
-            return msgspec.msgpack.encode(MemoryReply("bad request", epoch)), []
-        if wanted != epoch:
-            return msgspec.msgpack.encode(MemoryReply("stale", epoch)), []
-        return msgspec.msgpack.encode(MemoryReply("ok", epoch, stays=True)), self._fds
+    def _find(self, wanted: Request) -> list[int]:
+        """On the server's thread, without the lock: ``close`` holds it."""
+        if (epoch := self.epoch) != wanted.epoch or wanted.kind != MEMORY_KIND:
+            raise SegmentNotFound(f"it serves epoch {epoch:016x}, not {wanted.epoch:016x}")
+        return self._fds
 
     def withdraw(self) -> Callable[[], int]:
         """See SupportsWithdraw."""
@@ -265,8 +230,7 @@ class PosixShmTransport(OwnCache):
                 self._attachments = [a for a in self._attachments if not a.closed]
                 self._attachments.append(attachment)
         except BaseException:
-            if connection is not None:
-                connection.close()
+            connection.close()
             raise
         return attachment
 
@@ -288,4 +252,6 @@ class PosixShmTransport(OwnCache):
         self.copier.close()
         close_all(self._fds)
         # Break reference cycles, which would keep gigabytes until the garbage collector runs.
-        self._fds, self._attachments, self._server = [], [], None
+        self._fds = []
+        self._attachments = []
+        self._server = None

@@ -17,9 +17,7 @@ from kvshm.interfaces import Region
 
 def check_bounds(regions: Sequence[Region], sizes: Sequence[int]) -> None:
     """Raise TransportError unless every block of every region lies within its memory.
-
-    ``sizes[handle]`` is the length in bytes of memory ``handle``.
-    """
+    ``sizes[handle]`` is the length in bytes of memory ``handle``."""
     if not regions:
         raise TransportError("a KV cache without regions cannot be shared")
     for number, region in enumerate(regions):

@@ -1,4 +1,4 @@
-"""What decides who may share with a transformers engine (docs/transformers.md)."""
+"""What decides which engines may share with one of transformers (docs/transformers.md)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from .parts import config_words, words_of
 
 
 def identity_of(model: Any, cb_config: Any) -> Identity:
-    """Return who the engine is that serves ``model`` with these settings of its manager.
+    """Return the identity of an engine that serves ``model`` with these settings of its manager.
 
-    Reads all weights, above 1 GB/s on one core.  Raises WeightsUnknown and
-    CannotCompareError.
+    Reads all weights, above 1 GB/s on one core.  Raises WeightsUnknown and CannotCompareError.
     """
     return Identity(
         engine=f"transformers {transformers.__version__}",
@@ -47,8 +46,7 @@ def _execution(cb_config: Any) -> str:
 
 
 def _switches() -> str:
-    """Settings of torch that choose kernels on a CPU.  The number of threads is none: it changes
-    last bits, as other batches do."""
+    """Settings of torch that choose kernels on a CPU."""
     mkldnn, cuda = torch.backends.mkldnn, torch.backends.cuda
     # These choose the kernel of scaled_dot_product_attention on every device.
     sdp = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
@@ -61,13 +59,13 @@ def _switches() -> str:
 
 
 def _matmul_precision() -> str:
-    """The precision of products of float32, as both of torch's interfaces tell it."""
+    """The precision of products of float32, by both of torch's interfaces."""
     mkldnn = torch.backends.mkldnn
-    told = f"{torch.backends.fp32_precision} {mkldnn.fp32_precision} {mkldnn.matmul.fp32_precision}"
+    both = f"{torch.backends.fp32_precision} {mkldnn.fp32_precision} {mkldnn.matmul.fp32_precision}"
     try:
-        return f"{torch.get_float32_matmul_precision()} {told}"
-    except RuntimeError:  # it was set by the other interface, to what this one cannot tell
-        return told
+        return f"{torch.get_float32_matmul_precision()} {both}"
+    except RuntimeError:  # the other interface has set what this one does not have
+        return both
 
 
 def _short(value: object) -> str:

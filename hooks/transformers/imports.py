@@ -1,8 +1,8 @@
 """The import of a prompt's prefix into the paged cache, as if it had been computed there.
 
-transformers schedules, computes and imports on one thread, so an import holds all requests up: it
-is waited for within a bound.  What does not arrive is computed.  A load that does not even end in
-time keeps its blocks until it has ended, because it may write to them.
+transformers schedules, computes and imports on one thread, so an import holds up all requests,
+within a bound.  What does not arrive is computed.  A load that does not end in time is left to
+itself, and keeps its blocks until it has ended.
 """
 
 from __future__ import annotations
@@ -33,19 +33,13 @@ ROOM_SECONDS = 5.0
 class ImportCounts:
     """What became of prefixes.  Only ever counted up."""
 
-    local_hit_tokens: int = 0
-    """Tokens of prompts that were in the own cache."""
-    imported_tokens: int = 0
-    """Tokens of prompts that came from other engines.  The others were computed."""
-    imports: int = 0
-    """Loads that were begun."""
-    failed_imports: int = 0
-    """Loads of which some block did not arrive; those that took too long are among them."""
-    late_imports: int = 0
-    """Loads that took too long."""
+    local_hit_tokens: int = 0  # of prompts, from the own cache
+    imported_tokens: int = 0  # of prompts, from other engines; the others were computed
+    imports: int = 0  # loads
+    failed_imports: int = 0  # loads of which some block did not arrive, or not in time
+    late_imports: int = 0  # loads that took too long
     no_room: int = 0
-    """How often a prompt was not looked up, or what was found was not imported, because too few
-    blocks were free.  A request that waits counts each time that it is considered."""
+    """How often too few blocks were free for an import, each time that a request is considered."""
 
 
 class Importer:
@@ -58,8 +52,8 @@ class Importer:
         self.counts = ImportCounts()
         self.wait_seconds = wait_seconds
         self.to_compute = 1
-        """So many tokens of a prompt, at least, are not imported: transformers computes the last
-        one, and where it forks requests it schedules the last one apart from one before it."""
+        """Fewest tokens of a prompt that are not imported: transformers computes the last one, and
+        where it forks requests it schedules that apart from one before it."""
         self._prefixes = prefixes
         self._allocator = allocator
         self._first = first
@@ -76,9 +70,9 @@ class Importer:
 
     @guarded(lambda *_: None)
     def import_prefix(self, prompt: list[int], keys: Sequence[bytes]) -> list[int] | None:
-        """Import what other engines have of a prompt behind its local hit, and cache it.  Return
-        the blocks that are hit if nothing was imported, else None: then the cache has more.
-        ``keys``: those of the prompt's full blocks.  Blocks as long as a load may take."""
+        """Import what other engines have of a prompt behind its local hit into the cache; return
+        None, or the blocks that are hit if nothing was imported.  ``keys``: those of the prompt's
+        full blocks.  Blocks as long as a load may take."""
         self.collect()
         local: list[int] = self._allocator.match_prefix_blocks(prompt)
         start, size = len(local), self._allocator.tokens_per_page
@@ -101,24 +95,22 @@ class Importer:
 
     @guarded(lambda *_: None)
     def finish(self) -> None:
-        """Wait for loads that were left to themselves; their blocks are the pool's, which is about
-        to be reset.  Blocks for as long as they may write into these blocks."""
+        """Wait, before the pool is reset, until loads that were left to themselves have ended."""
         left, self._left = self._left, []
         for load, _ in left:
             load.wait()
 
     @guarded(lambda *_: False)
     def make_room(self) -> bool:
-        """Make blocks free of loads that were left to themselves, because nothing else can give any
-        before transformers gives up.  Return whether there are any.  Blocks for ROOM_SECONDS at
-        most."""
+        """Free blocks of loads that were left to themselves, when nothing else can give any; return
+        whether there are any.  Blocks for ROOM_SECONDS at most."""
         if self._left and not self._prefixes.node.closed:
             self._left[0][0].wait(ROOM_SECONDS)
         return self.collect()
 
     def _has_room(self, tokens: int, start: int) -> bool:
-        """Whether the whole prompt fits, as it must to be scheduled, behind so many blocks.  If it
-        is also to fit beside a load that takes too long, ``start`` is less by the load's blocks."""
+        """Whether the whole prompt fits behind ``start`` blocks, as it must to be scheduled.  To
+        fit beside a load that takes too long, ``start`` is less by the load's blocks."""
         pool, index = self._allocator.pool, self._allocator.index
         free = pool.count_free_blocks(index)
         free += pool.num_free_sectors * self._allocator.blocks_per_sector
@@ -133,8 +125,7 @@ class Importer:
         return list(pool.get_free_blocks(index, count))
 
     def _load(self, found: Found, blocks: list[int]) -> list[int]:
-        """Return the blocks that hold what was found, from the first on.  The others are free
-        again, or will be."""
+        """Return the first blocks, which hold what was found; the others are freed."""
         try:
             load = self._prefixes.node.load(found, into=self._shared(blocks))
         except BaseException:
@@ -161,7 +152,7 @@ class Importer:
     def _enter(
         self, prompt: list[int], keys: Sequence[bytes], local: list[int], blocks: list[int]
     ) -> None:
-        """Enter imported blocks into the ledger as blocks that a finished request has left."""
+        """Enter imported blocks into the ledger as those of a finished request."""
         ledger, size = self._allocator.ledger, self._allocator.tokens_per_page
         block_hash = ledger.block_to_hash[local[-1]] if local else None
         entered: dict[int, int] = {}
@@ -176,8 +167,8 @@ class Importer:
         self._prefixes.imported(keys, entered)
 
     def collect(self) -> bool:
-        """Make the blocks free of loads that have ended by themselves.  Return whether there were
-        any.  Does not block."""
+        """Free the blocks of loads that have ended by themselves; return whether there were any.
+        Does not block."""
         left, self._left = self._left, []
         ended = False
         while left:

@@ -1,8 +1,8 @@
 """The one line by which a program has its ContinuousBatchingManagers share.
 
-transformers loads no plugins and asks nobody which cache to make, so an environment variable alone
-cannot bring kvshm in.  Some methods of a manager are wrapped: those that make and end its batch
-processor or fail its requests, and the pause in which a program may change the weights.
+transformers loads no plugins, so an environment variable alone cannot bring kvshm in.  Methods of a
+manager are wrapped that make and end its batch processor or fail its requests, and the pause in
+which a program may change the weights.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def share(
 ) -> ContinuousBatchingManager:
     """Have a manager share its prefix cache, if KVSHM_ENABLE=1; return the manager.
 
-    Call it before the manager starts or warms up.  ``salt``: only managers with the same one share.
-    ``name``: by which other engines' logs know it.  ``wait_seconds``: how long one import may hold
-    the generation loop up.  ``config``: the settings; unless given, those of the environment.  What
-    keeps a manager from sharing is logged, and it serves on unshared.  Of several calls the last
-    counts.  Raises ConfigError for a bad setting, for what is no manager, and if the manager has
-    begun to share otherwise.
+    Call it before the manager starts or warms up; of several calls the last counts.  ``salt``: only
+    managers with the same one share.  ``name``: for other engines' logs.  ``wait_seconds``: how
+    long one import may hold up the generation loop.  ``config``: the settings; by default those of
+    the environment.  A manager that cannot share logs why, and serves on.  Raises ConfigError for a
+    bad setting, for what is no manager, and if the manager shares otherwise already.
     """
     wishes = _wishes(salt, name, wait_seconds, config)
     if not wishes.config.enable:
@@ -92,9 +91,8 @@ def _note_untested(version: str) -> None:
 def share_all(
     *, salt: bytes = b"", wait_seconds: float = WAIT_SECONDS, config: Config | None = None
 ) -> None:
-    """Have every manager share that this process makes from now on, also those that
-    ``generate_batch`` makes.  Otherwise like ``share``; a second call counts for the
-    managers made after it."""
+    """``share`` every manager that this process makes from now on, ``generate_batch``'s too.  A
+    second call counts for the managers made after it."""
     original = ContinuousBatchingManager.__init__
     wishes = _wishes(salt, None, wait_seconds, config)
     if not wishes.config.enable:
@@ -113,16 +111,15 @@ def share_all(
 
 
 def node_of(manager: ContinuousBatchingManager) -> Node | None:
-    """Return the manager's Node, None if it shares nothing: it has not started yet, KVSHM_ENABLE is
-    not 1, or the log says why."""
+    """Return the manager's Node, None if it shares nothing: before it starts, unless KVSHM_ENABLE
+    is 1, or for a reason in the log."""
     prefixes = _prefixes_of(manager.batch_processor)
     return prefixes.node if prefixes is not None else None
 
 
 def stats_of(manager: ContinuousBatchingManager) -> dict[str, int]:
-    """Return the ``stats`` of the manager's node, and what ImportCounts names
-    (hooks/transformers/imports.py): where the tokens of prompts came from, what became of imports.
-    Nothing if the manager shares nothing."""
+    """Return the ``stats`` of the manager's node and the counts in ImportCounts
+    (hooks/transformers/imports.py); nothing if the manager shares nothing."""
     processor = manager.batch_processor
     if (prefixes := _prefixes_of(processor)) is None:
         return {}
@@ -138,7 +135,7 @@ def _prefixes_of(processor: Any) -> SharedPrefixes | None:
 
 
 class _Wishes(NamedTuple):
-    """What ``share`` was told."""
+    """The arguments of ``share``."""
 
     salt: bytes
     name: str | None
@@ -147,7 +144,7 @@ class _Wishes(NamedTuple):
 
 
 def _wishes(salt: bytes, name: str | None, wait_seconds: float, config: Config | None) -> _Wishes:
-    """The wishes; if kvshm is on, only such as can be meant.  Raises ConfigError."""
+    """Return the wishes.  Raises ConfigError for impossible ones, if kvshm is on."""
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config is {config!r}; give a kvshm.Config")
     wishes = _Wishes(salt, name, wait_seconds, config or Config.from_env(os.environ))
@@ -172,7 +169,7 @@ class _Sharing:
         self._looking = Lock()
 
     def wish(self, wishes: _Wishes) -> None:
-        """``share`` was called again.  Raises ConfigError if it is too late for what it says."""
+        """Take the wishes of a further call.  Raises ConfigError if it is too late for these."""
         if (processor := self._manager.batch_processor) is not None:
             if _prefixes_of(processor) is None:
                 self.decline(made_already(self._manager))
@@ -208,8 +205,7 @@ class _Sharing:
         return call
 
     def around_failures(self, fail: Callable[..., None]) -> Callable[..., None]:
-        """Wrap the method by which all requests fail, of which those that wait have no blocks that
-        would be freed."""
+        """Wrap the method by which all requests fail, also waiting ones without blocks to free."""
 
         @wraps(fail)
         def call(*args: Any, **kwargs: Any) -> None:
@@ -267,7 +263,7 @@ class _Sharing:
     # -- what they do
 
     def decline(self, reason: str) -> None:
-        """Say why the manager shares nothing."""
+        """Report why the manager shares nothing."""
         called, name = type(self._manager.model).__name__, self._wishes.name
         decline(reason, name or f"transformers-{os.getpid()}", self._wishes.config, called)
 
@@ -289,7 +285,7 @@ class _Sharing:
             self.decline(str(exc))  # weights that cannot be read, no memory
 
     def _begin(self, cache: Any, size: int, identity: Identity) -> None:
-        """Share a cache whose own memory is gone.  Raises whatever fails; nothing is open then."""
+        """Share a cache whose own memory is gone.  Leaves nothing open when it raises."""
         with ExitStack() as opened:
             memory = allocate(size)
             opened.callback(memory.close)
@@ -313,8 +309,8 @@ class _Sharing:
 
     @guarded(lambda *_: None)
     def look_at_model(self, processor: Any) -> None:
-        """The model may have changed, or what it computes.  Blocks while it reads all weights."""
-        # Several threads may hold one pause: who reads last must be the last to say so.
+        """Renew the identity after a change of the model.  Blocks while it reads all weights."""
+        # Several threads may hold one pause: the last one to read must renew last.
         with self._looking:
             if (prefixes := _prefixes_of(processor)) is None:
                 return
@@ -337,10 +333,7 @@ def _close_behind(thread: Thread, processor: Any) -> None:
 
 
 def _close_apart(prefixes: SharedPrefixes) -> None:
-    """Stop sharing: the cache is gone, because its manager was dropped without ``stop``.
-
-    The garbage collector calls this on any thread, which may hold a lock that closing needs, or
-    that starting a ``Thread`` needs.
-    """
+    """Stop sharing a cache that is gone with its manager.  The garbage collector calls this on any
+    thread, which may hold a lock that closing needs, or that starting a ``Thread`` needs."""
     if not prefixes.closed:
         _thread.start_new_thread(Thread(target=prefixes.close, daemon=True).start, ())

@@ -3,9 +3,8 @@
     cache tensor   | trash | trash | block 2n | block 2n + 1 | ...      n blocks to a sector
     what is shared                 | block 0  | block 1      | ...
 
-The tensor lies in shared memory; its trash sectors are not described to anybody.  Whatever has a
-hash in the ledger is complete, and is not written again before the ledger forgets that hash: in
-between others may read it.
+The tensor lies in shared memory, its trash sectors without a description.  Others may read what has
+a hash in the ledger: it is complete, and not written again before the ledger forgets the hash.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .shared_prefixes import SharedPrefixes
 
 
 class SharedLedger(BlockLedger):
-    """A ledger that says so before it forgets what stands in a block."""
+    """A ledger that calls ``forgetting`` before it forgets what stands in blocks."""
 
     def __init__(self, forgetting: Callable[[Sequence[int]], None]) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ def _trash_bytes(cache: PagedAttentionCache) -> int:
 
 
 class SharedPagedAttentionCache(PagedAttentionCache):
-    """A PagedAttentionCache that publishes what it caches, and imports what it lacks."""
+    """A PagedAttentionCache that publishes what it caches, and imports what is missing."""
 
     prefixes: SharedPrefixes
     importer: Importer

@@ -1,7 +1,7 @@
 """What a model computes with besides its tensors, in words that are equal in every process.
 
-Classes and functions of transformers and torch are named: both versions are compared.  One that
-comes from elsewhere is refused: which values it uses nobody can list.
+Classes and functions of transformers and torch are named, because both versions are compared; those
+from elsewhere are refused.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvshm.api import KvshmError
 from ..weights import digest_tensors
 
 _PACKAGES = ("torch.nn.", "transformers.")
-"""Whose classes may compute.  Not all of torch: torch.ao keeps weights that are neither parameters
-nor buffers, the classes of torch.fx and torch.jit hold code of others."""
+"""Packages whose classes may compute.  Not all of torch: others keep weights that are neither
+parameters nor buffers, or hold code of others."""
 
 _SOURCES = tuple(os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
 _WRAPPERS = (contextlib.__file__, functools.__file__)
@@ -36,8 +36,7 @@ _USED_BY_ALL = (
     "transformers.masking_utils",
 )
 _COMPUTING = ("torch.nn.", "transformers.integrations.", "transformers.models.")
-"""Python modules whose functions compute, besides those with the parts' classes: these, and where
-functions come from that they import."""
+"""Further modules whose functions compute: these, and where they import functions from."""
 
 _IMPORTED = {
     *sys.stdlib_module_names,
@@ -68,8 +67,7 @@ _NOT_COMPUTED_WITH = {
     "_require_grads_hooks",
     "_weight_conversions",
 }
-"""Attributes that change no byte of a block: how a model was loaded, what it is to generate, what
-training and ``generate`` add."""
+"""Attributes that change no byte of a block."""
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "architectures"}
 """Entries of a configuration that change no byte of a block."""
@@ -80,32 +78,29 @@ class CannotCompareError(KvshmError):
 
 
 def words_of(model: torch.nn.Module) -> Iterator[object]:
-    """Yield what a model computes with besides its tensors: classes, attributes, functions.
-
-    Hooks and a part's own ``forward`` are refused elsewhere (refusals.py).  Reads all tensors that
-    are plain attributes.  Raises CannotCompareError and WeightsUnknown.
-    """
+    """Yield what a model computes with besides its tensors: classes, attributes, functions.  Reads
+    tensors that are plain attributes.  Raises CannotCompareError and WeightsUnknown."""
     classes: set[type] = set()
     ways: set[str] = set()
     for name, part in model.named_modules():
         who = f"the model's part {name or type(part).__name__!r}"
         classes.update(_classes(who, type(part)))
         ways.update(chosen := _ways(part))
-        told = {
+        attributes = {
             key: _word(f"{key!r} of {who}", value if value is not model.config else "the model's")
             for key, value in vars(part).items()
             if key not in _KNOWN_ATTRIBUTES and key not in _NOT_COMPUTED_WITH
         }
-        yield (name, _name(type(part)), chosen, told)
+        yield (name, _name(type(part)), chosen, attributes)
     for each in sorted(classes, key=_name):
         yield (_name(each), list(_methods(each)))
     yield from _functions_of({each.__module__ for each in classes} | {*_USED_BY_ALL}, ways)
 
 
 def config_words(config: PreTrainedConfig) -> dict[str, object]:
-    """What a configuration says of the computation."""
-    told = config.to_dict()
-    return {name: value for name, value in told.items() if name not in _NOT_THE_MODEL}
+    """The entries of a configuration that describe the computation."""
+    entries = config.to_dict()
+    return {name: value for name, value in entries.items() if name not in _NOT_THE_MODEL}
 
 
 def _ways(part: Any) -> list[str]:
@@ -233,7 +228,7 @@ def _word_of_object(who: str, value: Any) -> object:
 
 
 def _is_theirs(what: Any) -> bool:
-    """Whether a class, or a function that is not Python, comes from transformers or torch."""
+    """Whether a class or a built-in function comes from transformers or torch."""
     owner = what if what.__module__ else type(what.__self__)
     return _package(owner) in ("builtins", "torch", "transformers")
 

@@ -67,7 +67,7 @@ def manager_refusal(manager: Any) -> str | None:
 
 
 def made_already(manager: Any) -> str:
-    """Return why a manager's cache is not shared that was made without kvshm."""
+    """Return why the cache of a manager that was made without kvshm is not shared."""
     model = getattr(manager, "model", None)
     if getattr(model, "_cached_continuous_batching_manager", None) is manager:
         return (
@@ -95,8 +95,7 @@ def cache_refusal(processor: Any, model: Any) -> str | None:
 
 
 def model_refusal(model: Any) -> str | None:
-    """Return why blocks would depend on more than the weights and what identity.py reads of the
-    model, or None.  Which adapter is active is neither a weight nor part of a request."""
+    """Return why blocks would depend on more than what identity.py reads of the model, or None."""
     parts = dict(model.named_modules())
     loaded = getattr(model, "_hf_peft_config_loaded", False)
     if loaded or any(type(part).__module__.startswith("peft.") for part in parts.values()):
@@ -134,9 +133,9 @@ def _tensors_refusal(model: Any) -> str | None:
 
 
 def _rope_types(model: Any, parts: Iterable[Any]) -> Iterator[str]:
-    """The kinds of rotary embedding, as modules and the configuration tell them."""
-    told = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    for kinds in (told, *(getattr(part, "rope_type", None) for part in parts)):
+    """The kinds of rotary embedding in the configuration and the modules."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for kinds in (parameters, *(getattr(part, "rope_type", None) for part in parts)):
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             kind = kind.get("rope_type") if isinstance(kind, dict) else kind
             if isinstance(kind, str):

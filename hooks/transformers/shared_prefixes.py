@@ -1,8 +1,7 @@
-"""What a paged cache shares: which of its blocks hold which prefix, and who may read them.
+"""What a paged cache shares: which of its blocks hold which prefix.
 
-A block is published only if all blocks before it in its request hold what their keys say.  What a
-block holds is known here by its whole key: the 64 bits by which transformers finds blocks prove
-nothing to other engines, and a block from before a change of weights is known no more.
+A block is published only if all blocks before it in its request are sound: known to hold the prefix
+of their whole keys.  The 64 bits by which transformers finds blocks prove nothing to other engines.
 """
 
 from __future__ import annotations
@@ -18,25 +17,20 @@ from ..boundary import guarded
 
 @dataclass
 class _Request:
-    """A request that began after the last change of weights.  A list that transformers gives is
-    compared once, and known again as the same object: transformers never changes one in place."""
+    """A request that began after the last change of weights.  A list of transformers', which never
+    changes one in place, is compared once, and known again as the same object."""
 
-    prompt: Sequence[int]
-    """As it was given when the request was last considered."""
-    tokens: list[int]
-    """The prompt, and the generated tokens that keys were made of."""
-    keys: Sequence[bytes]
-    """Of the full blocks of ``tokens``."""
-    initial: Sequence[int] | None = None
-    """The prompt as it was given when a block was completed."""
-    sound: int = 0
-    """So many of its blocks, from the first on, hold what their keys say."""
+    prompt: Sequence[int]  # when the request was last considered
+    tokens: list[int]  # the prompt, and the generated tokens that keys were made of
+    keys: Sequence[bytes]  # of the full blocks of ``tokens``
+    initial: Sequence[int] | None = None  # the prompt when a block was completed
+    sound: int = 0  # number of its first blocks that are sound
 
 
 class SharedPrefixes:
-    """One cache's.  For the generation thread; ``renew`` and ``close`` also for another one while
-    that thread stands still.  No method raises, unless ``strict``: after a failure nothing is
-    shared any more."""
+    """One cache's.  Generation thread; ``renew`` and ``close`` also on another one while that
+    stands still.  No method raises, unless ``strict``: after a failure nothing is shared any
+    more."""
 
     def __init__(
         self, node: Node, identity: Identity, memory: Any, *, salt: bytes, strict: bool
@@ -51,8 +45,7 @@ class SharedPrefixes:
         self._page_size = node.block_size
         self._salt = salt
         self._requests: dict[str, _Request] = {}
-        self._keys: dict[int, bytes] = {}
-        """What blocks hold.  These are published."""
+        self._keys: dict[int, bytes] = {}  # of the published blocks
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Withdraw everything, for good (hooks/boundary.py)."""
@@ -61,8 +54,8 @@ class SharedPrefixes:
 
     @guarded(lambda *_: [])
     def begin(self, request_id: str, prompt: Sequence[int]) -> Sequence[bytes]:
-        """A request is about to be scheduled, or considered again.  Return the keys of its prompt's
-        full blocks; none once nothing is shared any more."""
+        """Return the keys of the full blocks of a prompt that is about to be scheduled, or
+        considered again; none once nothing is shared any more."""
         if self.closed:
             return []
         known = self._requests.get(request_id)
@@ -77,20 +70,19 @@ class SharedPrefixes:
         return known.keys
 
     def end(self, request_id: str) -> None:
-        """A request has lost its blocks."""
+        """Forget a request, which has lost its blocks."""
         self._requests.pop(request_id, None)
 
     def end_all(self) -> None:
-        """All requests have lost their blocks."""
+        """Forget all requests, which have lost their blocks."""
         self._requests.clear()
 
     def are_sound(self, blocks: Sequence[int], keys: Sequence[bytes]) -> bool:
-        """Whether each of the blocks holds what its key says."""
+        """Whether each of the blocks is known to hold the prefix of its key."""
         return all(self._keys.get(block) == key for block, key in zip(blocks, keys, strict=False))
 
     def sound_blocks(self, request_id: str) -> int | None:
-        """Return how many blocks of a request are known to hold what their keys say; None if
-        nothing of it is published any more."""
+        """Return how many blocks of a request are sound; None: nothing more of it is published."""
         request = self._requests.get(request_id)
         return None if request is None else request.sound
 
@@ -104,8 +96,8 @@ class SharedPrefixes:
         computed: Collection[int],
     ) -> None:
         """Publish those of a request's ``complete`` blocks, which follow its sound ones, that it
-        has ``computed``, if it is known what stands in the blocks before them.  ``initial``,
-        ``generated``: all its tokens.  Costs what is new, however long the request is."""
+        has ``computed``, if all blocks before them are sound.  ``initial``, ``generated``: all its
+        tokens.  Costs only what is new."""
         request = self._requests.get(request_id)
         if request is None or not self._is_of(request, initial):
             self.end(request_id)
@@ -132,7 +124,7 @@ class SharedPrefixes:
         return True
 
     def _make_keys(self, request: _Request, generated: Sequence[int], blocks: int) -> None:
-        """Make the keys that a request's first so many blocks still lack."""
+        """Make the keys that are missing for a request's first ``blocks`` blocks."""
         if len(request.keys) < blocks:
             assert request.initial is not None
             first = len(request.initial)
@@ -142,7 +134,7 @@ class SharedPrefixes:
 
     @guarded(lambda *_: None)
     def imported(self, keys: Sequence[bytes], blocks: dict[int, int]) -> None:
-        """Publish imported blocks, given by their index in the prefix."""
+        """Publish imported blocks, by their index in the prefix."""
         self._publish(keys, blocks)
 
     def _publish(self, keys: Sequence[bytes], blocks: dict[int, int]) -> None:
@@ -153,16 +145,15 @@ class SharedPrefixes:
 
     @guarded(lambda *_: None)
     def retract(self, blocks: Sequence[int]) -> None:
-        """These blocks are about to be handed out.  Blocks until nobody reads them, for the drain
-        budget at most."""
+        """Retract blocks that are about to be handed out.  Blocks until nobody reads them, for the
+        drain budget at most."""
         known = [block for block in blocks if self._keys.pop(block, None) is not None]
         if known and not self.closed:
             self.node.retract(known)
 
     @guarded(lambda *_: None)
     def renew(self, identity: Identity) -> None:
-        """The engine may have become another one: if so, what blocks hold, and what running
-        requests compute, is the former one's."""
+        """Forget all blocks and requests, unless the engine's identity is still the same."""
         if not self.closed and identity != self._identity:
             self._identity = identity
             self._forget()

@@ -26,7 +26,7 @@ def tested() -> str:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """(0,), older than all, if the version says nothing."""
+    """(0,), older than all, if the version has no numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else (0,)
 

@@ -1,8 +1,8 @@
-"""Whether kvshm shares on this vLLM: told from vLLM's source, not from its version.
+"""Whether kvshm shares on this vLLM: decided by vLLM's source, not by its version.
 
-kvshm relies on private behaviour of vLLM (docs/vllm-facts.md).  ``known_sources.json`` has a digest
-of each function and class on which a fact rests, as each tested version has it.  An engine shares
-if all of them are known, whatever its vLLM calls itself.  Pure but for ``admit``.
+``known_sources.json`` has digests of all functions and classes on whose behaviour kvshm relies
+(docs/vllm-facts.md), as each tested version has them.  An engine shares if all of them are known.
+Pure but for ``admit``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KNOWN = Path(__file__).with_name("known_sources.json")
 ABSENT = "absent"
 """Stands for a digest where a version has no such function or class."""
 _PRE_RELEASE = re.compile(r"(a|b|rc|dev)\d")
-"""What a version's parts behind the third begin with, unless it is a release or a local build."""
+"""Start of a version's parts behind the third, unless it is a release or a local build."""
 _EXTENSIONS = (str(get_config_var("EXT_SUFFIX")), ".abi3.so", ".so")
-"""What the names of compiled modules end with, which Python imports before the source."""
+"""Of compiled modules, which Python imports before the source."""
 _NAMED = 3
-"""How many differences a line of the log names."""
+"""Most differences that a line of the log names."""
 
 Version = tuple[int | str, ...]
 """As vLLM's ``__version_tuple__``; a development tree's may be (0, 0, "dev")."""
@@ -41,20 +41,16 @@ Version = tuple[int | str, ...]
 class Difference(NamedTuple):
     """A function or class that is as in none of the tested versions."""
 
-    file: str
-    """Below vLLM's package."""
-    name: str
-    """Dotted: ``Class.method``; empty if the file is not there."""
-    facts: tuple[str, ...]
-    """Keys of the facts that rest on it (docs/vllm-facts.md)."""
+    file: str  # below vLLM's package
+    name: str  # dotted: ``Class.method``; empty if the file is missing
+    facts: tuple[str, ...]  # keys of those that rest on it (docs/vllm-facts.md)
 
 
 class Examined(NamedTuple):
-    """What the source of an installed vLLM says."""
+    """What was found in the source of an installed vLLM."""
 
     different: tuple[Difference, ...] = ()
-    unreadable: tuple[str, ...] = ()
-    """Files of which there is no source: compiled or zipped."""
+    unreadable: tuple[str, ...] = ()  # files without source: compiled or zipped
 
 
 class Admission(NamedTuple):
@@ -69,8 +65,8 @@ def admit(allowed: bool) -> Admission:
     """Return whether kvshm shares on the vLLM of this process.  ``allowed``: the setting
     KVSHM_UNTESTED.
 
-    Any process that has imported vLLM.  The first call reads the source files on which facts rest,
-    which takes milliseconds (docs/versions.md).  What goes wrong meanwhile is logged and a refusal.
+    Any process that has imported vLLM.  The first call reads source files, for milliseconds
+    (docs/versions.md); what goes wrong is logged and a refusal.
     """
     import vllm
 
@@ -85,11 +81,10 @@ def admit(allowed: bool) -> Admission:
 
 @cache
 def known_sources() -> Mapping[str, Any]:
-    """Return what ``known_sources.json`` says: ``versions`` that were tested; ``files``, each with
-    the digests of all of it (``whole``) and of what is not left out of it (``outline``), which are
-    fast to compute, and per function and class (``parts``) the ``facts`` that rest on it and its
-    ``digests``.  Each digest has the versions that have it.  Raises RuntimeError for a damaged
-    file."""
+    """Return the content of ``known_sources.json``: the tested ``versions``; and ``files``, each
+    with digests of all of it (``whole``) and of its ``outline``, which are fast to compute, and of
+    its ``parts``, functions and classes, the ``facts`` and ``digests``.  Each digest has the
+    versions that have it.  Raises RuntimeError for a damaged file."""
     try:
         known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
         next(iter(known["files"])), known["versions"][0]  # neither is empty
@@ -122,8 +117,8 @@ def examine(root: Path, known_files: Mapping[str, Any]) -> Examined:
 
 
 def of_version(known_files: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """Return only what is known of one tested version.  Whatever calls itself by that version and
-    is as in another one is a mixture, for example left by an installation that was interrupted."""
+    """Return only what is known of one tested version: whatever has its number and is as in another
+    one is a mixture, for example left by an installation that was interrupted."""
 
     def its(digests: Mapping[str, list[str]]) -> dict[str, list[str]]:
         return {digest: each for digest, each in digests.items() if version in each}
@@ -149,7 +144,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _is_compiled(path: Path) -> bool:
-    """Whether Python would import this module from something else than this file."""
+    """Whether Python would import the module from something else than this file."""
     first = [path.with_suffix(suffix) for suffix in _EXTENSIONS]
     if any(map(os.path.exists, (path.with_suffix("") / "__init__.py", *first))):
         return True
@@ -172,7 +167,7 @@ def _differences(
 
 
 def _unknown(content: bytes, known: Mapping[str, Any]) -> list[str]:
-    """Return the names of which the file has what no tested version has."""
+    """Return the names whose code is as in no tested version."""
     parts: Mapping[str, Any] = known["parts"]
     try:
         source = Source.decoded(content)
@@ -192,7 +187,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
     own = tested_as(version, tested)
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
-    if own is not None and (gone := [one.file for one in found.different if not one.name]):
+    if own is not None and (gone := [each.file for each in found.different if not each.name]):
         return Admission(
             f"this vLLM {dotted(version)} is incomplete, without "
             f"{_some([f'vllm/{file}' for file in gone])}: install vLLM again"
@@ -211,7 +206,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
 
 
 def tested_as(version: Version, tested: Sequence[str]) -> str | None:
-    """Return which of the ``tested`` versions this is, a build of one included; None: another."""
+    """Return which of the ``tested`` versions this is, or is a build of; None: another."""
     own = dotted(version[:3])
     return own if _is_release(version) and own in tested else None
 

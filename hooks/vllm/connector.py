@@ -1,8 +1,7 @@
 """KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1).
 
-vLLM makes one instance in the scheduler's process and one in every worker; each delegates to
-SchedulerSide or WorkerSide.  Order of the calls: docs/architecture.md.  For a request with nothing
-to import only ``match`` does work; an engine without peers only publishes into its own slot table.
+vLLM makes one instance in the scheduler's process and one in every worker, which delegate to
+SchedulerSide and WorkerSide.  Order of the calls: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,13 +43,12 @@ from .declining import decline_engine, why_not_started
 from .identity.refusals import cache_refusal, config_refusal
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
-from .ranks import Ranks, is_beside_others
-from .registration import ensure_recompute, register
+from .plugin import ensure_recompute, register
+from .ranks import is_beside_others
 from .scheduler_side import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
 from .shutdown import prepare_shutdown
 from .sleeping import SleepHooks
-from .vllm_scheduler import VllmScheduler
 from .worker_side import WorkerSide
 
 log = logger(__name__)
@@ -119,7 +118,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Fail closed: withdraw everything, so that no peer reads blocks that nothing guards."""
         if self._scheduler is not None:
-            self._scheduler.epochs.turn_off(f"{hook}: {exc}")
+            self._scheduler.turn_off(f"{hook}: {exc}")
         if self._worker is not None:
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
@@ -147,9 +146,9 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def answer_scheduler(self, question: str, *args: Any) -> Any:
-        """Answer what the scheduler asks this rank between steps (ranks.Ranks): call the method
-        ``question`` of WorkerSide.  None: this rank cannot answer."""
-        return getattr(self._worker, question)(*args) if self._worker else None
+        """Call the method ``question`` of WorkerSide, or of its loads, for the scheduler
+        (ranks.Ranks).  None: this rank cannot answer."""
+        return attrgetter(question)(self._worker)(*args) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
@@ -217,11 +216,11 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def _take_finished(self) -> KVConnectorTransferResults | None:
         if self._worker is None:
             return None
-        finished, failed = self._worker.take_finished()
+        finished, failed = self._worker.loads.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._worker.take_bad()) if self._worker and not self._quiet else set()
+        return set(self._worker.loads.take_bad()) if self._worker and not self._quiet else set()
 
     def build_connector_worker_meta(self) -> RankReport | None:
         bound: Any = self._connector_metadata
@@ -233,62 +232,47 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        if self._scheduler is None:
-            return
-        given = dict(enumerate(metadata[key] for key in sorted(metadata)))
-        own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
-        self._scheduler.epochs.started(
-            given if own else None, Ranks.of_caller(), self.call_may_write
-        )
+        if self._scheduler:
+            self._scheduler.ranks_started(metadata, self.call_may_write)
 
     @guarded(_nothing)
     def call_may_write(self, call: str) -> None:
-        """Somebody calls the ranks, and the call may write weights (rank_calls.py)."""
         if self._scheduler:
-            self._scheduler.epochs.call_may_write(call)
+            self._scheduler.call_may_write(call)
 
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is None:
-            return
-        refusal = self._scheduler.bind(kv_cache_manager, self, VllmScheduler.of_caller(self))
-        if refusal is None:
-            self._scheduler.enable_loads_at_once(self.before_output)
-            return
-        self._scheduler.close()
-        self._scheduler.cache.decline(refusal)
-        self._scheduler = None
+        side = self._scheduler
+        if side is not None and not side.bind(kv_cache_manager, self, self.before_output):
+            self._scheduler = None
+
+    # As pool_watch.PoolListener describes the next five.
 
     @guarded(_nothing)
     def blocks_wanted(self, count: int) -> None:
-        """vLLM takes so many blocks, and some free ones may be kept (pool_watch.PoolListener)."""
         if self._scheduler:
             self._scheduler.blocks_wanted(count)
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """These blocks are about to get new contents (pool_watch.PoolListener)."""
         if self._scheduler:
             self._scheduler.blocks_handed_out(blocks)
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
-        """A block loses its hash (pool_watch.PoolListener)."""
         if self._scheduler:
             self._scheduler.block_changes(block)
 
     @guarded(_nothing)
     def pool_will_reset(self) -> None:
-        """vLLM is about to drop its prefix cache if all blocks are free."""
         if self._scheduler:
             self._scheduler.prepare_pool_reset()
 
     @guarded(_nothing)
     def pool_reset(self) -> None:
-        """vLLM has dropped its prefix cache, perhaps because the weights changed."""
         if self._scheduler:
-            self._scheduler.epochs.reset()
+            self._scheduler.pool_reset()
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
@@ -323,10 +307,10 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build(scheduler_output)
 
     # After any error here, compute everything again, even blocks that were right.
-    @guarded(lambda self, *_: self._scheduler.undo_awaited())
+    @guarded(lambda self, *_: self._scheduler.roll_back())
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to handle a step's output: prevent it from delivering tokens that were
-        computed from blocks which did not arrive."""
+        """Keep vLLM, which is about to handle a step's output, from delivering tokens that were
+        computed from blocks that did not arrive."""
         if self._scheduler:
             self._scheduler.before_output(output, result)
 
@@ -335,16 +319,15 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
-        said: Any = connector_output.kv_connector_worker_meta
-        if type(said) is not QuietReport and not isinstance(said, RankReport):
-            said = None  # another connector's, or none
+        report: Any = connector_output.kv_connector_worker_meta
+        if type(report) is not QuietReport and not isinstance(report, RankReport):
+            report = None  # another connector's, or none
         finished = connector_output.finished_recving or set()
-        self._scheduler.output(finished, said, connector_output.invalid_block_ids)
+        self._scheduler.output(finished, report, connector_output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if (side := self._scheduler) is None:
-            return None
-        return self._take_stats() if side.cache.planner.results or side.prompts.untold else None
+        side = self._scheduler
+        return self._take_stats() if side is not None and side.has_stats() else None
 
     @guarded(_nothing)
     def _take_stats(self) -> KVConnectorStats | None:
@@ -388,7 +371,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
         if self._scheduler:
-            self._scheduler.epochs.reset()
+            self._scheduler.pool_reset()
         return True
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""How an engine of vLLM says that it shares nothing: once, in its log and for tools."""
+"""How an engine of vLLM reports that it shares nothing: once, in its log and for tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log_limit = LogLimit(math.inf)
 
 
 def decline_engine(reason: str, config: Config, vllm_config: Any, *, is_scheduler: bool) -> None:
-    """Say it in the scheduler's process.  Workers find the same reasons, and say them at debug."""
+    """Report it in the scheduler's process; workers find the same reasons, and log at debug."""
     if is_scheduler:
         decline(reason, _name(), config, _model(vllm_config))
     else:
@@ -27,13 +27,13 @@ def decline_engine(reason: str, config: Config, vllm_config: Any, *, is_schedule
 
 
 def record_engine(reason: str, config: Config, vllm_config: Any) -> None:
-    """Leave it for tools, in the process that makes an engine's configuration."""
+    """Report it to tools only, in the process that makes an engine's configuration."""
     record(reason, _name(), config, _model(vllm_config))
 
 
 def why_not_started(exc: Exception, *, strict: bool) -> str:
-    """Return what ``decline_engine`` is to say of an engine whose half of kvshm has failed to
-    start.  ``strict`` raises again what does not explain itself."""
+    """Return the reason for ``decline_engine`` if a half of kvshm has failed to start.  ``strict``
+    raises again what does not explain itself."""
     if isinstance(exc, KvshmError | OSError | RuntimeError):  # for example no descriptors, threads
         return str(exc)
     if strict:
@@ -42,8 +42,7 @@ def why_not_started(exc: Exception, *, strict: bool) -> str:
 
 
 def unexpected(exc: Exception) -> str:
-    """Return the reason that an error is which vLLM's objects have brought about, and log the error
-    with its traceback, once."""
+    """Return the reason for an error in what vLLM has, and log its traceback, once."""
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
     if _log_limit.allows(HookLine.VLLM_CHANGED, reason):
         log.line(HookLine.VLLM_CHANGED, exc_info=exc)

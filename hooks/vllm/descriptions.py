@@ -1,9 +1,8 @@
-"""The ranks' descriptions, of which an engine's next epoch is made: when to ask, who has answered.
+"""The ranks' descriptions, of which the next epoch is made: when to ask, which have answered.
 
 A description digests all weights and holds a step up.  After a change that was announced the ranks
-are asked with the next step.  After a call that perhaps only reads, and after a write that samples
-have shown, they may have to wait: descriptions for such reasons take a 50th of the time at most,
-or a monitor that calls the ranks every second would slow the engine down.
+are asked with the next step; after a call that perhaps only reads, or a write that samples have
+shown, late enough that descriptions take a 50th of the time at most.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Callable
 from .messages import RankDescription
 
 SHARE_OF_TIME = 50
-"""Digests that may be for nothing take one part of so many of the time."""
+"""Digests that may be for nothing take at most one part in 50 of the time."""
 
 
 class RankDescriptions:
-    """What the ranks of one engine say of themselves.  Scheduler's thread."""
+    """Scheduler's thread."""
 
     def __init__(self, num_ranks: int, clock: Callable[[], float]) -> None:
         self._num_ranks = num_ranks
@@ -29,40 +28,38 @@ class RankDescriptions:
         self._due_at = self._earliest = 0.0
         self._given: dict[int, RankDescription] = {}
         self._awaited: int | None = 0
-        """The step whose output completes the descriptions (0: the start completes them); None
-        while no description has been asked for."""
+        """The step whose output completes the descriptions, 0: the start; None: none is due."""
 
     def forget(self) -> None:
-        """The epoch has ended: what was said so far counts no more."""
+        """Drop the descriptions of an epoch that has ended."""
         self._given.clear()
         self._awaited = None
 
     def want(self, wanted: bool, soon: bool) -> None:
-        """There was a reset.  ``wanted``: whether the ranks are to describe themselves again, with
-        the next step if it is to be ``soon``."""
+        """Have the ranks describe themselves again after a reset if ``wanted``, with the next step
+        if ``soon``."""
         self.resets += 1
         self.wanted = wanted
         self._due_at = 0.0 if soon else self._earliest
 
     def ask(self, step: int) -> int:
-        """``step`` runs the model: return the number of the reset for which it has to ask the
-        ranks, 0 if it has not."""
+        """Return the number of the reset for which ``step``, which runs the model, has to ask the
+        ranks; 0: it need not."""
         if not self.wanted or self._clock() < self._due_at:
             return 0
         self._awaited, self.wanted = step, False
         return self.resets
 
     def unanswered(self) -> None:
-        """No rank answers: no description will come any more."""
+        """Expect no description any more, because no rank answers."""
         self._given, self._awaited = {}, 0
 
-    def take(self, given: dict[int, RankDescription], answers: int) -> list[RankDescription] | None:
-        """Ranks have described themselves after reset number ``answers``.  Returns all
-        descriptions in rank order, once the last is there.  Those of an earlier reset are ignored:
-        the weights may have changed since."""
+    def take(self, new: dict[int, RankDescription], answers: int) -> list[RankDescription] | None:
+        """Return all descriptions in rank order, once the last is there.  ``answers``: number of
+        the reset after which the ranks made these; those of an earlier one are ignored."""
         if answers != self.resets:
             return None
-        self._given.update(given)
+        self._given.update(new)
         if len(self._given) < self._num_ranks:
             return None
         self._awaited = None
@@ -76,8 +73,7 @@ class RankDescriptions:
         return self._awaited is not None
 
     def why_missing(self, step: int) -> str:
-        """``step`` has ended.  If descriptions were due by then, one is missing, and no epoch can
-        begin: return which; empty if none is missing."""
+        """Return which descriptions are missing that were due when ``step`` ended; empty: none."""
         if self._awaited is None or step < self._awaited:
             return ""
         silent = sorted(set(range(self._num_ranks)) - self._given.keys())

@@ -23,13 +23,10 @@ _NOBODY: Any = MappingProxyType({})
 class RankDescription(KVConnectorHandshakeMetadata):
     """One rank: how to reach its KV memory, and its fields of the fingerprint."""
 
-    info: RankInfo | None
-    """None if there is a refusal."""
+    info: RankInfo | None  # None if there is a refusal
     fields: dict[str, str]
-    refusal: str = ""
-    """Why this rank cannot share; empty if it can."""
-    seconds: float = 0.0
-    """How long its weights have taken to digest."""
+    refusal: str = ""  # why this rank cannot share; empty if it can
+    seconds: float = 0.0  # that the digest of its weights has taken
 
 
 @dataclass
@@ -38,27 +35,24 @@ class StepMetadata(KVConnectorMetadata):
 
     step: int
     open_epoch: int = 0
-    """The new epoch, whose slot table every rank must open.  0: no new epoch."""
+    """The new epoch, whose slot table every rank must open.  0: none."""
     describe: int = 0
-    """Number of the reset after which every rank must describe itself again, because the weights
-    may have changed.  0: no need."""
+    """Number of the reset after which every rank must describe itself again.  0: no need."""
     loads: list[LoadOrder] = field(default_factory=list)
     fence: int = 0
-    """In a step without a forward pass: report whether memory holds everything that was written up
-    to this step, the drafter's part included.  0: no need."""
+    """Report whether memory holds all that was written up to this step.  0: no need."""
     at_once: list[LoadOrder] = field(default_factory=list)
     """Loads whose blocks this step computes from; the step waits for these loads."""
     patience: float = 0.0
-    """How long the step may wait for them, in seconds."""
+    """How many seconds the step may wait for them."""
     linger: float = 0.0
-    """How long the end of the step may wait for other loads under way, in seconds."""
+    """How many seconds the end of the step may wait for other loads."""
     checksums: list[BlockId] = field(default_factory=list)
     """KVSHM_VERIFY: blocks whose last token this step computes."""
 
 
 class QuietStep(StepMetadata):
-    """A step with nothing but its number, as most steps are: cheaper to make, to pickle and to
-    unpickle.  All other values are those of the class."""
+    """A step with nothing but its number, as most steps are: cheap to make and to pickle."""
 
     loads = at_once = checksums = _NONE
 
@@ -68,19 +62,16 @@ class QuietStep(StepMetadata):
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """From the ranks to the scheduler, with every step's output; vLLM merges the ranks' reports."""
+    """From the ranks to the scheduler, with every step's output; vLLM merges them."""
 
     quiet: ClassVar[bool] = False
     step: int
     fence: int = 0
     """The fence that the scheduler asked for, once the rank has passed it."""
     loads: list[LoadReport] = field(default_factory=list)
-    descriptions: dict[int, RankDescription] = field(default_factory=dict)
-    """New descriptions, by rank."""
-    describes: int = 0
-    """Number of the reset that the descriptions answer; those for an earlier reset are outdated."""
-    weights_changed: bool = False
-    """The weights were loaded again since the last report."""
+    descriptions: dict[int, RankDescription] = field(default_factory=dict)  # by rank
+    describes: int = 0  # number of the reset that the descriptions answer
+    weights_changed: bool = False  # since the last report
     written: dict[int, str] = field(default_factory=dict)
     """By rank, a parameter that was found written although nobody had announced it."""
     attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
@@ -90,7 +81,7 @@ class RankReport(KVConnectorWorkerMetadata):
     still_mapped: int = 0
     """How many ranks' KV caches were unmapped while other engines still mapped them."""
     failed: bool = False
-    """A hook failed on this rank: the rank neither exports nor imports any more."""
+    """A hook failed on this rank, which neither exports nor imports any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Merge another rank's report of the same step."""
@@ -113,7 +104,7 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 class QuietReport(RankReport):
-    """A report that says only that the step has ended."""
+    """A report only of the end of a step."""
 
     quiet = True
     loads = _NONE

@@ -1,7 +1,7 @@
 """kvshm's metrics in vLLM: where prompts came from, and what imports have brought.
 
-vLLM's own ``vllm:external_prefix_cache_hits`` counts an import when its blocks are allocated,
-before it is known whether they arrive.  The metrics here count an import when it has ended.
+They count an import when it has ended; ``vllm:external_prefix_cache_hits`` counts it before it is
+known whether its blocks arrive.
 
 ::
 
@@ -51,9 +51,8 @@ Data: TypeAlias = dict[str, Any]
 
 @dataclass
 class LoadStats(KVConnectorStats):
-    """What has happened since the last LoadStats: a number for each of METRICS if imports have
-    ended, the time of each by path, and prompt tokens by source if requests were scheduled.  vLLM
-    sends ``data`` from its engines to its API servers."""
+    """What has happened since the last LoadStats: METRICS and times by path if imports have ended,
+    prompt tokens by source if requests were scheduled.  vLLM sends ``data`` to its API servers."""
 
     @classmethod
     def of(cls, ended: Sequence[LoadResult], prompts: Sources, block_size: int) -> LoadStats:
@@ -82,19 +81,19 @@ class LoadStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """vLLM logs these as ``name=value``, in one line for all connectors."""
-        told: dict[str, int | float] = {}
+        shown: dict[str, int | float] = {}
         if prompts := self.data.get(PROMPTS):
-            told["prompt tokens"] = sum(prompts.values())
-            told["from own cache"] = prompts["local"]
-            told["from other engines"] = prompts["peer"]
-            told["computed"] = prompts["computed"]
+            shown["prompt tokens"] = sum(prompts.values())
+            shown["from own cache"] = prompts["local"]
+            shown["from other engines"] = prompts["peer"]
+            shown["computed"] = prompts["computed"]
         if loads := self.data.get("loads"):
-            told["imports"] = loads
-            told["failed"] = self.data["failed_loads"]
-            told["MB"] = round(self.data["imported_bytes"] / 1e6, 1)
+            shown["imports"] = loads
+            shown["failed"] = self.data["failed_loads"]
+            shown["MB"] = round(self.data["imported_bytes"] / 1e6, 1)
         if times := self.data.get(TIMES):
-            told["slowest ms"] = round(max(map(max, times.values())) * 1e3, 1)
-        return {f"kvshm {n}" if n == next(iter(told)) else n: told[n] for n in told}
+            shown["slowest ms"] = round(max(map(max, times.values())) * 1e3, 1)
+        return {f"kvshm {n}" if n == next(iter(shown)) else n: shown[n] for n in shown}
 
     def is_empty(self) -> bool:
         return not self.data

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
-    """Return why the configured connectors cannot be combined with kvshm's, or None.  Imports
-    these connectors."""
+    """Return why the user's connectors, which this imports, cannot be combined, or None."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -36,14 +35,14 @@ def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> 
 
 
 def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTransferConfig:
-    """Return a MultiConnector's configuration with both.  Role, engine id and all other values are
-    the user's; failed loads are recomputed, because with kvshm a block may vanish."""
-    made = copy.copy(transfer)
-    made.kv_connector, made.kv_connector_module_path = MULTI, None
-    made.kv_load_failure_policy = "recompute"
+    """Return a MultiConnector's configuration with both.  All other values are the user's, but
+    failed loads are recomputed: with kvshm a block may vanish."""
+    combined = copy.copy(transfer)
+    combined.kv_connector, combined.kv_connector_module_path = MULTI, None
+    combined.kv_load_failure_policy = "recompute"
     children = [*_children(transfer), {**ours, "kv_role": transfer.kv_role}]
-    made.kv_connector_extra_config = {**transfer.kv_connector_extra_config, CHILDREN: children}
-    return made
+    combined.kv_connector_extra_config = {**transfer.kv_connector_extra_config, CHILDREN: children}
+    return combined
 
 
 def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:

@@ -1,8 +1,5 @@
-"""In place of kvshm's connector in a vLLM with which that cannot be made: shares nothing.
-
-A user who names kvshm in ``--kv-transfer-config`` gets an engine that serves as plain vLLM, also
-where vLLM has renamed something that the connector uses, or requires more of connectors.
-"""
+"""A connector that shares nothing, in a vLLM in which kvshm's cannot be made: an engine whose user
+names kvshm in ``--kv-transfer-config`` serves as plain vLLM then."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ log = logger(__name__)
 
 
 def connector_class() -> type[Any]:
-    """Return kvshm's connector, or one that does nothing if this vLLM is not as that needs it.
-    Raises ConfigError for a bad setting, and what ``plain_connector`` raises."""
+    """Return kvshm's connector, or one that does nothing if this vLLM does not fit.  Raises
+    ConfigError for a bad setting, and what ``plain_connector`` raises."""
     try:
         from .connector import KvshmConnector
     except ConfigError:
@@ -34,7 +31,7 @@ def connector_class() -> type[Any]:
 
 def plain_connector(error: Exception) -> type[Any]:
     """Return a class of connectors that do nothing, and log why once per engine.  Raises
-    AttributeError if this vLLM has no base class for connectors at all."""
+    AttributeError if this vLLM has no base class for connectors."""
 
     def initialize(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         base.KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -59,7 +56,7 @@ def _always(answer: object) -> Callable[..., object]:
 
 
 def _decline(error: Exception, vllm_config: Any) -> None:
-    """Say what an engine that is refused says; at least why, if that cannot be imported either."""
+    """Report the refusal as usual; if that cannot be imported either, log only the reason."""
     reason = f"this vLLM is not as kvshm knows it: {error}"
     try:
         from .admission import admit

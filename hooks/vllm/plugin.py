@@ -1,10 +1,8 @@
 """Activation by a setting: vLLM calls ``activate`` in each of its processes.
 
-With ``KVSHM_ENABLE`` unset or 0 kvshm imports and changes nothing, unless KVSHM_CONFIG names a
-file, which may enable it.  With 1 kvshm registers its connector with vLLM, and every engine
-configuration that names no connector gets it, and keeps what else it says; with KVSHM_BESIDE=1 a
-configuration that names one gets it too.  vLLM's own way, ``--kv-transfer-config`` with
-``kv_connector_module_path``, does not need this module.
+If enabled, kvshm registers its connector with vLLM, and every engine configuration that names no
+connector gets it; with KVSHM_BESIDE=1 also one that names another.  An engine whose user names
+kvshm's connector in ``--kv-transfer-config`` does not need ``activate``.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.core_lines import CoreLine
+from kvshm._base.extra_config import CONNECTOR as CONNECTOR
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.log_lines import FilledLine
 
 from ..log_lines import HookLine
-from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logger("kvshm")
 
+CONNECTOR_MODULE = "kvshm.hooks.connector"
 OUR_CONNECTOR: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
@@ -43,11 +42,11 @@ _log_limit = LogLimit(math.inf)
 
 
 def activate() -> None:
-    """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE=1, or if the file
-    that KVSHM_CONFIG names says so.
+    """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE, or the file that
+    KVSHM_CONFIG names, is set so; otherwise import and change nothing.
 
     Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which stops
-    vLLM's start: an engine must not run silently without the cache that its user asked for.
+    vLLM's start.
     """
     enable = os.environ.get("KVSHM_ENABLE", "")
     if enable == "0" or not (enable or os.environ.get("KVSHM_CONFIG")):
@@ -77,6 +76,28 @@ def activate() -> None:
         reason = unexpected(exc)
     if reason is not None:
         _decline(reason, config)
+
+
+def register() -> None:
+    """Make the connector known by name (MultiConnector looks its children up by name)."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    except ValueError:
+        # Registered already: a forked child inherits the registry, plugins run again.
+        return
+
+
+def ensure_recompute(transfer: KVTransferConfig) -> FilledLine | None:
+    """Make vLLM recompute failed loads instead of failing their request: a block may vanish between
+    match and copy.  Returns what to log if this changed the policy.  Call before vLLM's Scheduler
+    reads the policy: in the plugin, and in the connector's constructor for engines without it."""
+    policy = transfer.kv_load_failure_policy
+    if policy == "recompute":
+        return None
+    transfer.kv_load_failure_policy = "recompute"
+    return HookLine.RECOMPUTE.fill(policy)
 
 
 def _wrap() -> None:
@@ -118,9 +139,9 @@ def _wrap() -> None:
 
 
 def _configure(vllm_config: VllmConfig) -> None:
-    """Add kvshm's connector to a kv_transfer_config without one, or drop that one, which
-    was meant for kvshm; combine another connector's with kvshm's, or leave it alone; correct
-    kvshm's own.  If this raises, nothing has changed.  Raises ConfigError for a bad setting."""
+    """Add kvshm's connector to an engine's kv_transfer_config, or correct it where it is there.  A
+    config without a connector that cannot be used is dropped: it was meant for kvshm.  If this
+    raises, nothing has changed.  Raises ConfigError for a bad setting."""
     from kvshm._base.log_output import start_log
 
     from .settings import settings_of
@@ -144,15 +165,14 @@ def _configure(vllm_config: VllmConfig) -> None:
         if other is None:  # vLLM does not start with a configuration that names no connector
             vllm_config.kv_transfer_config = None
         return
-    made = _with_connector(transfer, config) if other is None else _combined(other)
+    combined = _with_connector(transfer, config) if other is None else _combined(other)
     _prepare_shutdown(config)
-    vllm_config.kv_transfer_config = made
+    vllm_config.kv_transfer_config = combined
     _log_once(HookLine.INSTALLED.fill())
 
 
 def _prepare_shutdown(config: Config) -> None:
-    """Have this process clean up where this engine's files lie, which the connector tells only the
-    engine's own processes."""
+    """Have this process, too, clean up where this engine's files lie."""
     from .shutdown import prepare_shutdown
 
     prepare_shutdown(config)
@@ -175,10 +195,8 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Co
 
 
 def touchpoint_refusal() -> str | None:
-    """Return what kvshm does not know of vLLM's interface for connectors, or None.
-
-    Imports the connector.  Raises ConfigError for a bad setting.
-    """
+    """Return what kvshm does not know of vLLM's interface for connectors, or None.  Imports the
+    connector.  Raises ConfigError for a bad setting."""
     from kvshm.errors import ConfigError
 
     try:
@@ -199,16 +217,16 @@ def touchpoint_refusal() -> str | None:
     return f"this vLLM requires connectors to have {unknown}" if unknown else None
 
 
-def _with_connector(given: KVTransferConfig | None, config: Config) -> KVTransferConfig:
-    """Return ``given``, which names no connector, with kvshm's.  Its kv_role stays the user's."""
+def _with_connector(transfer: KVTransferConfig | None, config: Config) -> KVTransferConfig:
+    """Return a configuration that names no connector with kvshm's; the kv_role stays the user's."""
     from dataclasses import replace
 
     from vllm.config import KVTransferConfig
 
-    given = given or KVTransferConfig()
+    transfer = transfer or KVTransferConfig()
     # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
-    role = given.kv_role or ("kv_both" if config.imports else "kv_producer")
-    return replace(given, **OUR_CONNECTOR | {"kv_role": role})
+    role = transfer.kv_role or ("kv_both" if config.imports else "kv_producer")
+    return replace(transfer, **OUR_CONNECTOR | {"kv_role": role})
 
 
 def _combined(other: KVTransferConfig) -> KVTransferConfig:

@@ -1,8 +1,7 @@
 """Which calls of the ranks may write weights: all that are not known to leave them alone.
 
-Whoever drives an engine reaches its ranks by ``collective_rpc``: with a callable, a method of a
-worker extension, ``apply_model``, or vLLM's own methods.  All of these, from wherever they come,
-pass vLLM's executor in the EngineCore's process, and vLLM's steps pass it as well.
+All of them, from wherever they come, pass ``collective_rpc`` of vLLM's executor in the EngineCore's
+process, and vLLM's steps do as well.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ WRITING = frozenset({
     "reload_weights", "reset_weights", "shutdown_weight_transfer_engine", "sleep",
     "start_draft_weight_update", "start_weight_update", "update_weights", "wake_up",
 })  # fmt: skip
-"""vLLM's methods that write weights, unmap them, or of which nobody knows: no operator calls them
-harmless."""
+"""vLLM's methods that write weights, unmap them, or may: no operator calls them harmless."""
 
 
 def watch_calls(
@@ -64,8 +62,8 @@ def watch_calls(
     own: Callable[..., Any],
     harmless: Collection[str] = (),
 ) -> None:
-    """Call ``may_write`` with a call's name before it is sent to the ranks, unless it is one of
-    HARMLESS, one that the operator calls ``harmless``, or ``own``, kvshm's question."""
+    """Call ``may_write`` with a call's name before it is sent to the ranks, unless it is in
+    HARMLESS or the operator's ``harmless``, or is ``own``, kvshm's question."""
     original = executor.collective_rpc
     if getattr(original, "kvshm", False):
         return  # an engine that wakes up hands over its ranks again
@@ -83,7 +81,7 @@ def watch_calls(
 
 
 def _name(method: Any) -> str:
-    """What the log calls it.  Whatever its author has chosen, it is short and one line."""
+    """What the log calls it: short and one line, whatever its author has chosen."""
     name = method if isinstance(method, str) else getattr(method, "__qualname__", None)
     text = ascii(str(name)[:100])[1:-1]
     return text if isinstance(method, str) else f"a callable, {text}" if name else "a callable"

@@ -1,8 +1,4 @@
-"""Asks the ranks directly over vLLM's executor: between steps, or when no step will come.
-
-vLLM's own question at the start, the handshake of connectors, is one for all connectors of an
-engine: a MultiConnector gives the first answer that it gets to all its connectors.
-"""
+"""Asks the ranks directly over vLLM's executor: between steps, or when no step will come."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from .call_stack import callers_with
 from .messages import RankDescription
 from .rank_calls import watch_calls
 
-Given: TypeAlias = dict[int, RankDescription] | None
-"""What vLLM hands over of the ranks' descriptions, by rank; None if it is not kvshm's."""
+Descriptions: TypeAlias = dict[int, RankDescription] | None
+"""By rank; None if what vLLM hands over is not kvshm's."""
 
 
 class Ranks:
@@ -33,8 +29,8 @@ class Ranks:
         return cls(cores[0].model_executor) if cores else None
 
     def watch_calls(self, may_write: Callable[[str], None], harmless: Collection[str]) -> None:
-        """Have ``may_write`` called before each call of the ranks that may write weights; those in
-        ``harmless`` do not."""
+        """Have ``may_write`` called before each call that may write weights, unless ``harmless``
+        names it."""
         watch_calls(self._executor, may_write, ask_rank, harmless)
 
     def weights_change(self) -> None:
@@ -47,18 +43,18 @@ class Ranks:
         return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
     def give_up(self, load_ids: Iterable[str]) -> set[str]:
-        """End loads of an epoch that has ended; returns the loads that no rank copies or will
-        report any more.  The ranks report the other loads with a step, as always."""
-        answers = self._ask("wait_for_end", sorted(load_ids))
+        """End loads of an epoch that has ended; returns those that no rank copies or will report.
+        The ranks report the others with a step, as always."""
+        answers = self._ask("loads.wait_for_end", sorted(load_ids))
         ended: set[str] = set.intersection(*(a or set() for a in answers)) if answers else set()
         if ended:
-            self._ask("forget", sorted(ended))
+            self._ask("loads.forget", sorted(ended))
         return ended
 
     def end_loads(self, load_ids: Iterable[str]) -> set[str]:
         """Have every rank end these loads and never report them; returns those that no rank
         carries out any more.  vLLM, which counts the ranks' reports, forgets the others' too."""
-        answers = self._ask("end_loads", sorted(load_ids))
+        answers = self._ask("loads.end", sorted(load_ids))
         ended: set[str] = set.intersection(*(a or set() for a in answers)) if answers else set()
         counted: Any = getattr(self._executor, "kv_output_aggregator", None)
         for name in ended if counted is not None else ():
@@ -67,8 +63,8 @@ class Ranks:
         return ended
 
     def _ask(self, question: str, *args: Any) -> Any:
-        """Call a method of every rank's WorkerSide; returns a list of the answers by rank, None
-        from a rank that cannot answer."""
+        """Call a method of every rank's WorkerSide, or of its ``loads``; returns a list of the
+        answers by rank, None from a rank that cannot answer."""
         return self._executor.collective_rpc(ask_rank, args=(question, *args))
 
 

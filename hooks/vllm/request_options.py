@@ -1,13 +1,13 @@
 """What a request asks of kvshm, and which requests may share their blocks.
 
 A client asks with ``kv_transfer_params={"kvshm": {"share": false, "report": true}}``.  A request
-whose options cannot be understood is not shared: its client may have meant ``share: false``.
+with an unknown option is not shared: its client may have meant ``share: false``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from reprlib import repr as short
@@ -18,22 +18,21 @@ from kvshm.config import Share
 from kvshm.halves import BAD_OPTIONS, SchedulerHalf
 
 from ..log_lines import HookLine
-from .vllm_scheduler import VllmScheduler
 
 log = logger(__name__)
 
 ALL, KVSHM = "kv_transfer_params", "kvshm"
 """The dict in which all connectors find their options, and kvshm's key in it."""
 EXTRA = "vllm_xargs"
-"""What a client calls the other arguments of a request, where kvshm has none."""
+"""vLLM's field for extra arguments, in which kvshm has no options."""
 MOST_KEYS = 256
-"""In that dict: all are looked at, and no connector needs as many."""
+"""In that dict; all are looked at."""
 MOST_LISTED, MOST_LOOKED_THROUGH = 16, 64
 """Of a list in it, and of all lists together."""
 OPTIONS = ("share", "report")
 """Both are true or false."""
 ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
-"""What kvshm's answers hold besides; routers send an answer on as the next request's options."""
+"""Further keys of kvshm's answers, which routers send on as the next request's options."""
 
 
 class Mistake(NamedTuple):
@@ -47,10 +46,8 @@ class Options(NamedTuple):
     """What a request asks."""
 
     share: bool = True
-    report: bool = False
-    """Whether the answer is to say where the prompt's tokens came from."""
-    mistake: Mistake | None = None
-    """What cannot be understood; then ``share`` is false."""
+    report: bool = False  # where the prompt's tokens came from, in the answer
+    mistake: Mistake | None = None  # what cannot be understood; then ``share`` is false
 
 
 _NOTHING_ASKED = Options()
@@ -72,7 +69,7 @@ def _asked(params: object, extra: dict[str, Any] | None) -> Options:
 
 
 def options_in(params: object) -> Options:
-    """What these ``kv_transfer_params`` ask.  Clients choose them, so they may hold anything."""
+    """What these ``kv_transfer_params`` ask; clients may put anything there."""
     if not isinstance(params, dict) or len(params) > MOST_KEYS:
         return Options(share=False, mistake=Mistake(ALL, params))
     for key, value in params.items():
@@ -139,37 +136,34 @@ class OptionChecks:
         self._log_limit = LogLimit(clock=clock)
 
     def check(self, request: Any) -> None:
-        """A request has arrived.  Of a session only what vLLM keeps: ``step_built`` looks at each
-        input's ``vllm_xargs``, the first one's too."""
+        """Check a request that has arrived.  Of a session only what vLLM keeps: ``step_built``
+        checks each input's ``vllm_xargs``."""
         if request.resumable:
-            self._tell(_asked(request.kv_transfer_params, None).mistake)
+            self._report(_asked(request.kv_transfer_params, None).mistake)
         else:
-            self._tell(options_of(request).mistake)
+            self._report(options_of(request).mistake)
 
-    def step_built(self, new: Sequence[Any], vllm: VllmScheduler | None) -> None:
-        """A step is about to be dispatched.  ``new``: what vLLM tells its workers of requests, of
-        sessions anew with each input (NewRequestData); ``vllm``: whose requests they are."""
-        if vllm is None:
-            return
-        for told in new:
-            if (request := vllm.scheduler.requests[told.req_id]).resumable:
+    def step_built(self, new: Sequence[Any], requests: Mapping[str, Any]) -> None:
+        """Check the inputs of sessions in a step that is about to be dispatched.  ``new``: what
+        vLLM sends its workers (NewRequestData); ``requests``: vLLM's, by id."""
+        for scheduled in new:
+            if (request := requests[scheduled.req_id]).resumable:
                 self._input_begins(request)
 
     def _input_begins(self, session: Any) -> None:
-        """vLLM keeps the options of a session's first input, and puts the newest input's
-        ``sampling_params`` in the place of the last one's.  An input that is not to be shared ends
-        sharing for the rest: its tokens stand in all that follows."""
+        """Stop sharing a session with an input that is not to be shared: its tokens stand in all
+        that follows.  vLLM keeps the first input's options, and the newest ``sampling_params``."""
         extra = session.sampling_params.extra_args or {}
         before = _asked(session.kv_transfer_params, None)
         if not before.share:
             return
         asked = _asked(extra.get(ALL), extra)
-        self._tell(asked.mistake)
+        self._report(asked.mistake)
         if not asked.share:
             own = {"share": False, "report": before.report}
             session.kv_transfer_params = {**(session.kv_transfer_params or {}), KVSHM: own}
 
-    def _tell(self, mistake: Mistake | None) -> None:
+    def _report(self, mistake: Mistake | None) -> None:
         if mistake is None:
             return
         self._cache.count(BAD_OPTIONS)
@@ -178,7 +172,7 @@ class OptionChecks:
 
 
 def explain(mistake: Mistake) -> str:
-    """Return what to log of an option that cannot be understood: option, value and remedy."""
+    """Return what to log of a mistake: option, value and remedy."""
     option, value = mistake
     shown = f"{_shown(option)}: {_shown(value)}"
     if option in OPTIONS and isinstance(value, bool):
@@ -204,8 +198,7 @@ def _text(key: object) -> str:
 
 @lru_cache(maxsize=16 * MOST_KEYS)  # else a few odd requests in turns cost milliseconds each
 def _means_kvshm(key: str) -> bool:
-    """Whether a key that is not kvshm's was meant to be, or is one of its options that stands
-    beside it."""
+    """Whether a key was meant to be kvshm's, or one of its options."""
     return _names_kvshm(key) or _letters(key) in OPTIONS
 
 

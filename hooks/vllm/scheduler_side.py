@@ -15,28 +15,35 @@ from kvshm.errors import MemoryInUse
 from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .epochs import Epochs
-from .exports.block_tracker import BlockTracker, CompletedRuns
+from .exports.block_tracker import BlockTracker
+from .exports.pending_blocks import CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
 from .identity.fields import scheduler_fields
 from .identity.groups import groups_of
-from .imports.held_requests import compute_lost, compute_lost_anyway, end_all_loads
+from .imports.held_requests import (
+    compute_lost,
+    compute_lost_anyway,
+    end_all_loads,
+    free_stuck,
+)
 from .imports.importer import RequestImporter
 from .imports.pool_room import PoolRoom
 from .imports.prompt_tokens import PromptTokens
 from .imports.request_import import RequestImport, ids_of
-from .imports.stuck import free_stuck
 from .imports.tracing import tracer_for
-from .messages import QuietStep, RankReport, StepMetadata
+from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
+from .ranks import Ranks
 from .request_options import OptionChecks
+from .roles import engine_transfer, log_role, scheduler_limits
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
+from .vllm_scheduler import VllmScheduler
 
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""
 
-NOT_SYNCED = object()  # ``_synced_state`` while the ranks lack something: equal to no state
+NOT_SYNCED = object()  # ``_synced_state`` while the ranks miss something: equal to no state
 
 
 class SchedulerSide:
@@ -77,11 +84,27 @@ class SchedulerSide:
     # -- start
 
     def bind(
-        self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None
-    ) -> str | None:
-        """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
-        engine exports and imports; returns why it does neither, or None."""
-        self._vllm = scheduler
+        self, manager: Any, listener: PoolListener, before_output: Callable[[Any, Any], None]
+    ) -> bool:
+        """Watch vLLM's block pool, and decide from vLLM's objects whether this engine exports and
+        imports; False, and closed, if it does neither.  ``before_output`` is called before vLLM
+        handles the output of a step that waits for imports."""
+        self._vllm = VllmScheduler.of_caller(listener)
+        if (refusal := self._use_manager(manager, listener)) is not None:
+            self.close()
+            self.cache.decline(refusal)
+            return False
+        # On a GPU with speculation a drafter writes late: a copy would first wait for the model.
+        # Another connector may load into the same step.
+        device = self._vllm_config.device_config.device_type
+        early = device == "cpu" or not self._vllm_config.speculative_config
+        if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
+            self.importer.at_once.watch(self._vllm.scheduler, before_output)
+        return True
+
+    def _use_manager(self, manager: Any, listener: PoolListener) -> str | None:
+        """Returns why this engine shares nothing, or None."""
+        scheduler = self._vllm
         groups = groups_of(self._kv_cache_config, manager)
         if isinstance(groups, str):
             return groups
@@ -96,7 +119,7 @@ class SchedulerSide:
         log_role(role, by_settings=role == decide())
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
-            self.prompts.names_peers = groups.one_full
+            self.prompts.names_peers = groups.is_single_full_attention
             self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
         return None
 
@@ -106,20 +129,17 @@ class SchedulerSide:
         self.tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
         return self.tracker.kept.may_exist
 
-    # -- vLLM's pool
+    # -- vLLM's pool: as pool_watch.PoolListener
 
     def blocks_wanted(self, count: int) -> None:
-        """vLLM takes so many blocks, and some free ones may be kept."""
         if self.tracker is not None:
             self.tracker.kept.put_last(count)
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """These blocks are about to get new contents."""
         if self.tracker is not None:
             self.tracker.blocks_handed_out(blocks)
 
     def block_changes(self, block: BlockId) -> None:
-        """A block loses its hash."""
         if self.tracker is not None:
             self.tracker.blocks_change([block])
 
@@ -129,7 +149,6 @@ class SchedulerSide:
         return not (self.epochs.off or role.no_imports or vllm is None) and vllm.may_import()
 
     def prepare_pool_reset(self) -> None:
-        """vLLM is about to reset its cache, for which all blocks must be free."""
         if self._vllm is not None:
             self._vllm.free_blocks_for_reset(self._give_up_loads)
 
@@ -137,14 +156,27 @@ class SchedulerSide:
         """End all loads under way, without a step; returns the requests whose loads have ended."""
         return end_all_loads(self.importer, self.epochs.ranks, self.epochs.reset)
 
-    def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
-        """Let steps wait for short imports.  Not on a GPU with speculation: a drafter writes late,
-        so a copy would first wait for the model.  Nor beside another connector, which may load
-        into the same step."""
-        device = self._vllm_config.device_config.device_type
-        early = device == "cpu" or not self._vllm_config.speculative_config
-        if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
-            self.importer.at_once.watch(self._vllm.scheduler, before_output)
+    # -- epochs
+
+    def ranks_started(
+        self, described: dict[tuple[int, int], Any], may_write: Callable[[str], None]
+    ) -> None:
+        """The ranks have started, and have ``described`` themselves by pipeline and tensor rank.
+        ``may_write`` is called before later calls of the ranks that may write weights."""
+        by_rank = dict(enumerate(described[key] for key in sorted(described)))
+        own = bool(by_rank) and all(isinstance(d, RankDescription) for d in by_rank.values())
+        self.epochs.started(by_rank if own else None, Ranks.of_caller(), may_write)
+
+    def call_may_write(self, call: str) -> None:
+        self.epochs.call_may_write(call)
+
+    def pool_reset(self) -> None:
+        """vLLM has dropped its prefix cache, perhaps because the weights changed."""
+        self.epochs.reset()
+
+    def turn_off(self, error: str) -> None:
+        """A hook failed: withdraw everything, so that no peer reads blocks that nothing guards."""
+        self.epochs.turn_off(error)
 
     def _epoch_ended(self) -> None:
         if self.epochs.off:
@@ -160,7 +192,7 @@ class SchedulerSide:
         self._option_checks.check(request)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
-        """Returns what the request's answer is to say, if it has asked."""
+        """Returns what the request's answer is to contain, if it has asked."""
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
@@ -177,8 +209,8 @@ class SchedulerSide:
             self.importer.allocation_failed(request, ids_of(blocks), num_external)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the local hit can be imported (None: ask again, as at the
-        start until peers are known), and whether vLLM must hold the request back for them."""
+        """Return how many tokens beyond the local hit can be imported (None: ask again), and
+        whether vLLM must hold the request back for them."""
         if not self.may_import() or self.importer.held.hangs:
             self.importer.pass_over(request.request_id)
             return 0, False
@@ -191,11 +223,13 @@ class SchedulerSide:
     # -- every step
 
     def build(self, output: Any) -> StepMetadata:
-        """Runs last before a step is dispatched: retract the blocks that the step writes, wait for
-        leases within the drain budget, return the ranks' work for the step: mostly none."""
+        """Return the ranks' work for the step that is dispatched next, mostly none: retracts the
+        blocks that it writes, and waits for leases within the drain budget."""
         self._step += 1
         tokens = output.total_num_scheduled_tokens
-        self._option_checks.step_built(output.scheduled_new_reqs, self._vllm)
+        new, vllm = output.scheduled_new_reqs, self._vllm
+        if new and vllm is not None:
+            self._option_checks.step_built(new, vllm.scheduler.requests)
         self._idle_since = None if tokens else self._idle_since or time.monotonic()
         if self.importer.held:
             compute_lost(self.importer, self.tracker, self._vllm, self.epochs.ranks)
@@ -206,8 +240,8 @@ class SchedulerSide:
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
-        if output.scheduled_new_reqs and self._vllm is not None:
-            self.prompts.step_built(output.scheduled_new_reqs, self._vllm.scheduler.requests)
+        if new and vllm is not None:
+            self.prompts.step_built(new, vllm.scheduler.requests)
         if not quiet:
             self.importer.step_dispatched()  # last: if all else fails, the loads are still there
         return metadata
@@ -229,7 +263,7 @@ class SchedulerSide:
         # In a step that runs the model: an idle one may come between a reset and its new weights.
         describe = self.epochs.descriptions.ask(self._step) if busy else 0
         if (tracker := self.tracker) is not None:
-            tracker.update_expecting(epoch_state)
+            tracker.update_expecting(epoch_state, self.cache.failed)
             tracker.expecting |= describe > 0
             for load in (*loads, *at_once):
                 tracker.blocks_promised(load.targets)
@@ -254,8 +288,8 @@ class SchedulerSide:
         return metadata
 
     def build_after_failure(self, output: Any) -> StepMetadata:
-        """Replace ``build`` after an error: share nothing, but hand over the loads, for which their
-        requests wait.  Raises MemoryInUse if that fails, too, and the step waits for a load."""
+        """Replace ``build`` after an error: only hand over the loads, for which requests wait.
+        Raises MemoryInUse if that fails, too, and the step waits for a load."""
         try:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
             patience = self.importer.at_once.step_built()
@@ -268,20 +302,18 @@ class SchedulerSide:
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to handle a step's output: finish the imports that the step waited for,
-        and undo requests whose import failed, so that vLLM delivers no token of theirs."""
+        """Finish the imports that a step waited for, before vLLM handles its output, and roll back
+        the requests whose import failed, so that vLLM delivers no token of theirs."""
         metadata = output.kv_connector_metadata
         if not isinstance(metadata, StepMetadata) or not metadata.at_once:
             return
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
         report = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
         reports = report.loads if isinstance(report, RankReport) else []
-        for import_ in self.importer.running.finish_awaited(metadata.at_once, reports):
+        for import_ in self.importer.running.finish_at_once(metadata.at_once, reports):
             self._import_ended(import_)
 
     def _import_ended(self, import_: RequestImport) -> None:
-        """An import that a step waited for has ended: vLLM delivers no token of its request's if it
-        has failed."""
         self.prompts.import_ended(import_)
         if import_.load.good:
             self.importer.at_once.arrived(import_)
@@ -292,21 +324,21 @@ class SchedulerSide:
             self.tracker.blocks_failed(import_.load.bad)
         self.importer.at_once.failed(import_)
 
-    def undo_awaited(self) -> None:
-        """``before_output`` failed: compute all requests that steps under way wait for again."""
-        for import_ in self.importer.undo_awaited():
+    def roll_back(self) -> None:
+        """After ``before_output`` failed: have all requests that steps wait for computed again."""
+        for import_ in self.importer.roll_back():
             self.prompts.import_ended(import_)
 
     def output(
         self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:
-        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, including
-        other connectors' loads (in a MultiConnector).  Leaves in ``finished`` what vLLM awaits."""
+        """Handle a step's output.  ``invalid``: blocks that loads failed to fill, also those of
+        other connectors.  Leaves in ``finished`` only what vLLM awaits."""
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return
         if finished and self._vllm is not None:
-            self._vllm.leave_awaited(finished)
+            self._vllm.drop_unawaited(finished)
         try:
             self._process(finished, report, invalid)
         finally:
@@ -339,7 +371,6 @@ class SchedulerSide:
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:
-        """A step has ended, and its ranks report nothing else."""
         if self._times.measured:
             self._times.ended(step)
         if self.epochs.descriptions.awaited:
@@ -348,9 +379,13 @@ class SchedulerSide:
             self.tracker.step_done(step)
 
     def hook_took(self, hook: str, begun_ns: int) -> None:
-        """A hook has ended: show tools its time, and that the scheduler's loop goes on."""
+        """Show tools a hook's time, and that the scheduler's loop goes on."""
         unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
         self.cache.hook_took(hook, begun_ns, unfinished - (hook == "finished"))
+
+    def has_stats(self) -> bool:
+        """Whether anything was counted since the last ``stats``."""
+        return bool(self.cache.planner.results or self.prompts.untold)
 
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""
@@ -358,8 +393,8 @@ class SchedulerSide:
         return LoadStats.of(ended, prompts, self._block_size)
 
     def must_step(self) -> bool:
-        """Whether vLLM must step on without requests: with speculation the last blocks are
-        published when all ranks have passed a fence.  FENCE_SECONDS at most."""
+        """Whether vLLM must step on without requests, for FENCE_SECONDS at most: with speculation
+        the last blocks are published when all ranks have passed a fence."""
         if self.tracker is None or not self.tracker.fence:
             return False
         return self._idle_since is None or time.monotonic() - self._idle_since < FENCE_SECONDS

@@ -1,5 +1,5 @@
-"""The settings of an engine: what vLLM's configuration says of them counts before the environment
-and the file (kvshm/_base/setting_sources.py).  Any process of vLLM; each call reads the file."""
+"""The settings of an engine; those in vLLM's configuration count before the environment and the
+file (kvshm/_base/setting_sources.py).  Any process of vLLM; each call reads the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
 from .rank_calls import WRITING
-from .vllm_scheduler import engine_transfer, kv_role_limit
+from .roles import engine_transfer, kv_role_limit
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def checked_settings(own: Mapping[str, Any] | None = None) -> Config:
     """Return the settings of an engine; ``own``: those in vLLM's configuration.  Raises ConfigError
-    for a bad one, for a transport that is not installed, and for a method of vLLM that is said to
-    only read and does not."""
+    for a bad one, a transport that is not installed, and a method in ``read_only_calls`` that
+    writes."""
     config = Config.from_env(os.environ, extra_config=own)
     check_installed(config.transport, config.called("transport"))
     if writing := sorted(WRITING.intersection(config.read_only_calls.split(","))):
@@ -43,8 +43,8 @@ def settings_of(transfer: KVTransferConfig | None) -> Config:
 
 
 def settings_of_connector(own: KVTransferConfig) -> Config:
-    """Return the settings of kvshm's connector, whose constructor calls this with its own transfer
-    configuration; its kv_role limits them.  Raises ConfigError, also if the engine's configuration
+    """Return the settings of kvshm's connector, limited by the kv_role of its ``own`` transfer
+    configuration.  Connector's constructor.  Raises ConfigError, also if the engine's configuration
     has settings where the connector does not get them."""
     settings_of(engine_transfer(own))
     return replace(settings_of(own), limits=(kv_role_limit(own),))

@@ -1,14 +1,9 @@
-"""Shutdown: a stopped engine tells its peers at once, gets the time to do so, and cleans up; and it
-ends, whatever it is doing.
+"""Shutdown: a stopped engine leaves its peers at once, cleans up, and ends whatever it is doing.
 
 Without this, peers would take a shutdown for a crash: vLLM ends its workers before it shuts its
-connectors down, a second SIGTERM ends an EngineCore in the middle of its shutdown, and with
-``--shutdown-timeout 0``, the default, vLLM's server sends SIGKILL right after SIGTERM.
-
-And a busy server would not end at all in vLLM 0.32, with or without kvshm, if its EngineCore was
-killed before it had aborted its requests: after Ctrl-C it cannot, because its worker has ended in
-the middle of a step.  AsyncLLM then cancels the task that would tell the requests, which wait for
-ever, and the server waits for their connections
+connectors down, and with ``--shutdown-timeout 0``, the default, its server sends SIGKILL right
+after SIGTERM.  And a busy server of vLLM 0.32 would not end at all after Ctrl-C: AsyncLLM cancels
+the task that would end its requests, for whose connections it waits
 (https://github.com/vllm-project/vllm/issues/48745 has the same race).
 """
 
@@ -42,19 +37,17 @@ from ..log_lines import HookLine
 log = logger(__name__)
 
 LEAVE_SECONDS = 1.0
-"""Far more than an EngineCore needs to announce that it leaves, which takes milliseconds; the
-coordinator or ``clean_up`` removes what the EngineCore leaves behind."""
+"""Far more than the milliseconds in which an EngineCore announces that it leaves."""
 TELL_SECONDS = 1.0
-"""Far more than the server needs to tell its requests that their engine has ended."""
+"""Far more than the server needs to end its requests when their engine has ended."""
 
 TOUCHPOINT = "shutdown"
 """Of vllm.v1.engine.utils.CoreEngineProcManager."""
 CANCEL_TOUCHPOINT = "cancel_task_threadsafe"
 """Of vllm.utils.async_utils; AsyncLLM imports it by its name."""
 MEMBER = "kvshm-member"
-"""What the kernel calls a thread of an EngineCore for as long as the engine has not left the node;
-at most 15 bytes.  The server sees it in /proc, so that nothing has to be handed to a process that
-vLLM starts."""
+"""Name of a thread of an EngineCore until the engine has left the node, at most 15 bytes: the
+server sees it in /proc."""
 _POLL_SECONDS = 0.005
 _ENDING = {signal.SIGTERM, signal.SIGINT}
 _started = threading.Event()
@@ -68,15 +61,14 @@ _places: set[tuple[str, str]] = set()
 
 
 def prepare_shutdown(config: Config) -> None:
-    """Make vLLM let its EngineCores leave before it kills them, have its server tell its requests
-    that their engine has ended, and call ``clean_up`` at the end of this process.  ``config``: of
-    one of its engines.
+    """Make vLLM let its EngineCores leave before it kills them, have its server end the requests of
+    an engine that has ended, and call ``clean_up`` at the end of this process.  ``config``: of one
+    of its engines.
 
-    Any process, any number of times.  In processes that vLLM has started requests are told, and
-    nothing else is done.  vLLM aborts requests as before.  If this vLLM lacks a wrapped function,
-    that one is not wrapped.
+    Any process, any number of times; in processes that vLLM has started only requests are ended.
+    A function that is missing in this vLLM is not wrapped.
     """
-    _tell_requests()
+    _end_requests()
     if multiprocessing.parent_process() is not None:
         return
     _places.add((config.run_dir, config.namespace))
@@ -87,12 +79,9 @@ def prepare_shutdown(config: Config) -> None:
     _let_cores_leave()
 
 
-def _tell_requests() -> None:
-    """Have vLLM cancel a task only after it has had the time to end by itself.
-
-    What AsyncLLM cancels, once its EngineCore has ended, is the task that hears of this end and
-    tells all requests.
-    """
+def _end_requests() -> None:
+    """Have vLLM cancel a task only after it has had the time to end by itself: AsyncLLM cancels the
+    one that ends all requests once its EngineCore has ended."""
     try:
         from vllm.utils import async_utils
 
@@ -141,16 +130,16 @@ def _let_cores_leave() -> None:
 
 
 def _kills_at_once(manager: Any, timeout: float | None) -> bool:
-    """Whether vLLM is about to kill this manager's EngineCores sooner than they can leave.  With a
-    time to drain the user has decided how long to wait."""
+    """Whether vLLM is about to kill this manager's EngineCores sooner than they can leave, although
+    the user has set no time to drain."""
     drains = (manager._request_shutdown_timeout or 0) > 0
     waits = timeout is None or timeout >= LEAVE_SECONDS
     return bool(manager._finalizer.alive) and not drains and not waits
 
 
 def let_leave(processes: Iterable[Any]) -> None:
-    """Tell EngineCores (multiprocessing's processes) to end, and wait until each of them has left
-    the node or has ended, for LEAVE_SECONDS at most.  One that shares nothing is not waited for."""
+    """End EngineCores (multiprocessing's processes), and wait until each has left the node or has
+    ended, for LEAVE_SECONDS at most.  One that shares nothing is not waited for."""
     members = [p for p in processes if p.is_alive() and _is_member(p.pid)]
     for process in members:
         process.terminate()
@@ -171,16 +160,16 @@ def _is_member(pid: int) -> bool:
 
 
 def clean_up() -> None:
-    """Remove what dead processes left behind, unless a coordinator runs and does so.  Waits until
-    the EngineCores that vLLM has killed are dead, for LEAVE_SECONDS at most."""
+    """Remove what dead processes left behind, unless a coordinator runs.  Waits for the deaths of
+    EngineCores that vLLM has killed, for LEAVE_SECONDS at most."""
     deadline = time.monotonic() + LEAVE_SECONDS
     for process in _cores:
         with suppress(AssertionError, ValueError):  # of a process that forked; closed by vLLM
             process.join(max(0.0, deadline - time.monotonic()))
-    for given, namespace in _places:
+    for directory, namespace in _places:
         try:
-            if choose_run_directory(given, os.environ).is_dir():  # else no engine ever ran
-                run_dir = open_run_directory(given, os.environ)
+            if choose_run_directory(directory, os.environ).is_dir():  # else no engine ever ran
+                run_dir = open_run_directory(directory, os.environ)
                 clear(run_dir, namespace, patience=1.0)
         except (KvshmError, OSError) as exc:
             log.line(CoreLine.NOT_CLEANED, exc)
@@ -190,13 +179,12 @@ def clean_up() -> None:
 
 
 def on_shutdown_signal(leave: Callable[[], None]) -> None:
-    """Call ``leave``, once and on a thread of its own, as soon as a signal tells this EngineCore
-    to end: before its workers end, and whatever its main thread is doing.  ``leave`` returns when
-    the peers have been told: until then the server does not kill this process (``let_leave``).
+    """Call ``leave``, once and on a thread of its own, as soon as a signal is to end this
+    EngineCore, whatever its main thread is doing.  Until ``leave`` returns the server does not kill
+    this process (``let_leave``).
 
-    Main thread.  Does nothing outside an EngineCore, where a signal may mean anything, or if other
-    code uses Python's wakeup descriptor for signals.  If no descriptor or thread can be had,
-    nothing is watched: peers then take the end of this engine for a crash.
+    Main thread.  Does nothing outside an EngineCore, or if other code uses Python's wakeup
+    descriptor for signals.  Without a free descriptor or thread nothing is watched.
     """
     is_core = multiprocessing.current_process().name.startswith("EngineCore")
     if not is_core or threading.current_thread() is not threading.main_thread():
@@ -228,7 +216,7 @@ def _watch_signals(leave: Callable[[], None]) -> None:
         os.close(read)
         os.close(write)
         raise
-    called.wait()  # a signal may come from now on, and with it who looks for this thread
+    called.wait()  # a signal may come from now on, and ``let_leave`` look for this thread
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     _watched.append(_Wakeup(write))
 
@@ -242,8 +230,8 @@ def _call_thread(name: str) -> None:
 
 
 class _Wakeup:
-    """The descriptor that this process's signals are written to.  A forked child stops writing to
-    it: the child's signals are not the engine's."""
+    """The descriptor that this process's signals are written to, but not those of a forked
+    child."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -5,12 +5,11 @@ Going to sleep, in a rank::
 
     the weights are about to go     the witness stops, the epoch ends: leases fail, copies of
                                     other engines are discarded at their re-check
-    unregister_kv_caches            own loads end, whatever they still bring is discarded; peers
-                                    unmap, which is waited for, but not for ever
+    unregister_kv_caches            own loads end without a result; peers are waited for to unmap
     vLLM unmaps the memory
 
-Waking up reads nothing: the KV cache may be there before the weights.  The first step that runs the
-model finds both, so it digests the weights, exports the memory anew, and a new epoch begins.
+The first step that runs the model after the wake-up digests the weights and exports the memory
+anew.
 """
 
 from __future__ import annotations
@@ -32,40 +31,39 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 UNMAP_SECONDS = 5.0
-"""How long a rank that goes to sleep waits for peers to unmap its KV cache, which takes them up to
-two seconds.  One that hangs keeps the memory from being given back until it goes on or ends."""
+"""How long a rank that goes to sleep waits for peers to unmap its KV cache: up to two seconds,
+unless one hangs, which keeps the memory from being given back."""
 
 
 def release_memory(cache: RankHalf, rank: Rank) -> int:
-    """Have nothing use a rank's KV cache any more: see SleepHooks.unregister_kv_caches.  Returns
-    how many mappings peers still have."""
-    begun = time.monotonic()
+    """Stop all use of a rank's KV cache (SleepHooks); returns how many mappings peers still
+    have."""
+    start = time.monotonic()
     if left := cache.release_memory(UNMAP_SECONDS):
-        log.line(HookLine.STILL_MAPPED, rank, time.monotonic() - begun, left)
+        log.line(HookLine.STILL_MAPPED, rank, time.monotonic() - start, left)
     return left
 
 
 class SleepHooks:
-    """Part of KvshmConnector.  Worker only, except where that is said."""
+    """Part of KvshmConnector.  Worker only, unless noted."""
 
     _worker: WorkerSide | None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True, for every transport: the KV cache may be unmapped and mapped anew at any time.  Any
-        process."""
+        """True, for every transport.  Any process."""
         return True
 
     # After any error here, what may still write to the memory keeps it mapped.
     @guarded(lambda self: _require_no_loads(self._worker))
     def unregister_kv_caches(self) -> None:
-        """The KV cache is about to be unmapped.  Blocks until nothing writes to it, and, up to
+        """Block until nothing writes to the KV cache, which is about to be unmapped, and, up to
         UNMAP_SECONDS, until no peer maps it.  Raises MemoryInUse if a copy cannot be stopped."""
         if self._worker is not None:
             self._worker.release_memory()
 
     def restore_kv_caches(self) -> None:
-        """Nothing to do: the memory is exported by the next description of this rank."""
+        """Nothing to do: the next description of this rank exports the memory."""
 
 
 def _require_no_loads(worker: WorkerSide) -> None:

@@ -1,10 +1,9 @@
 """Which statements of a module decide what a name stands for.
 
 A dotted name, ``Class.method``, stands for what its class has.  Statements count that bind the name
-in its scope, each with the conditions under which it runs: definitions, assignments, imports,
-``del``, targets of loops and the like.  So do those that may change what is bound: an assignment to
-an attribute (``Class.method = ...``), and calls and decorators that are handed it
-(``patch(Class)``).  Of what functions do when they are called, only ``global`` counts.  Pure.
+in its scope, each with the conditions under which it runs, and those that may change what is bound:
+``Class.method = ...``, calls and decorators that are handed it (``patch(Class)``).  Of what
+functions do when they are called, only ``global`` counts.  Pure.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ class Binding(NamedTuple):
 
     names: frozenset[str]
     """``name.attribute`` for an attribute that it sets, ``name.*`` if it may set any; ``*``."""
-    under: tuple[Condition, ...]
-    """The conditions under which it runs, the outermost first."""
+    under: tuple[Condition, ...]  # the conditions under which it runs, the outermost first
     node: ast.AST
 
     def binds(self, path: list[str]) -> bool:
-        """Whether it may give something to the dotted name of these parts, and not only change
-        what has been given."""
+        """Whether it may bind the dotted name of these parts, and not only change what is bound."""
         if self.names & {".".join(path[:2]), ANY}:
             return True
         is_function = isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -61,8 +58,7 @@ class Scope:
 
     @classmethod
     def of_module(cls, text: str) -> Scope:
-        """Parse a module.  Raises SyntaxError, and RecursionError and MemoryError for what is
-        nested too deeply; for a NUL byte ValueError up to Python 3.11.3."""
+        """Parse a module.  Raises as ``Source.whole_digests``."""
         tree = ast.parse(text)
         # Looked for first: walking through all functions takes long.
         declared = _declared_global(tree) if _GLOBAL.search(text) else ()
@@ -75,8 +71,7 @@ class Scope:
         return self._inner[node]
 
     def bindings(self, path: list[str]) -> Iterator[Binding]:
-        """Yield what concerns the dotted name of these parts: its class's definition, if it is
-        one of a class, and what ``of_class`` has of the rest."""
+        """Yield what concerns the dotted name of these parts, also the definition of its class."""
         root = path[0]
         wanted = {root, ANY, f"{root}.{ANY}", ".".join(path[:2])}
         for number in sorted({*self._by_root.get(root, ()), *self._by_root.get(ANY, ())}):
@@ -112,8 +107,8 @@ def _of_statements(body: Iterable[ast.stmt], under: tuple[Condition, ...]) -> It
             yield from _of_import(node, under)
         elif branches := [*_branches(node)]:
             for (kind, deciding), statements in branches:
-                for one in deciding:
-                    yield from _of_expression(one, under)
+                for expression in deciding:
+                    yield from _of_expression(expression, under)
                 yield from _of_statements(statements, (*under, (kind, deciding)))
         else:
             yield from _of_expression(node, under)
@@ -126,9 +121,10 @@ def _of_definition(node: Definition, under: tuple[Condition, ...]) -> Iterator[B
             yield Binding(frozenset({root}), under, decorator)  # @name.register
     yield Binding(frozenset({node.name}), under, node)
     head = [*node.bases, *node.keywords] if isinstance(node, ast.ClassDef) else [node.args]
-    for one in (inner for part in head for inner in ast.walk(part)):
-        if isinstance(one, ast.NamedExpr):
-            yield from _of_expression(one.target, under)
+    for part in head:
+        for inner in ast.walk(part):
+            if isinstance(inner, ast.NamedExpr):
+                yield from _of_expression(inner.target, under)
 
 
 def _of_import(
@@ -161,12 +157,12 @@ def _branches(node: ast.stmt) -> Iterator[tuple[Condition, list[ast.stmt]]]:
             guard = () if case.guard is None else (case.guard,)
             yield (kind, (node.subject, case.pattern, *guard)), case.body
     elif isinstance(node, ast.Try | ast.TryStar):
-        caught = (*(one.type for one in node.handlers if one.type is not None),)
+        caught = (*(handler.type for handler in node.handlers if handler.type is not None),)
         yield (kind, caught), node.body
-        for one in node.handlers:
+        for handler in node.handlers:
             # The handler's own statements are not what decides.
-            head = ast.copy_location(ast.ExceptHandler(one.type, one.name, []), one)
-            yield (f"{kind} except", (head,)), one.body
+            head = ast.copy_location(ast.ExceptHandler(handler.type, handler.name, []), handler)
+            yield (f"{kind} except", (head,)), handler.body
         yield (f"{kind} else", caught), node.orelse
         yield (f"{kind} finally", ()), node.finalbody
 
@@ -213,7 +209,8 @@ def _changed_by_call(node: ast.Call) -> Iterator[str]:
         changed = ast.Attribute(handed[0], str(handed[1].value), ast.Store())
         yield from filter(None, [_changed(changed)])
     else:
-        for one in handed:
-            given = one.value if isinstance(one, ast.Starred) else one
-            if isinstance(given, ast.Name):
-                yield f"{given.id}.{ANY}"
+        for argument in handed:
+            if isinstance(argument, ast.Starred):
+                argument = argument.value
+            if isinstance(argument, ast.Name):
+                yield f"{argument.id}.{ANY}"

@@ -1,8 +1,5 @@
-"""Digests of functions and classes in Python source, equal for equal code.
-
-Comments, docstrings, blank lines and the layout of the code do not count, and every Python from
-3.11 on computes the same digests.  Pure: nothing here reads files or imports what it digests.
-"""
+"""Digests of functions and classes in Python source, equal for equal code in every Python from 3.11
+on: comments, docstrings, blank lines and layout do not count.  Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from functools import cache, cached_property
 from hashlib import sha256
 
 from .source_bindings import Scope
-from .source_outline import Outline
+from .source_outline import outline
 
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})
 """Fields of nodes: ``ctx`` follows from the place, ``kind`` is the u of u"text"."""
@@ -21,7 +18,7 @@ _OTHER_ENCODING = re.compile(
     rb"(?:[ \t\f]*(?:#[^\n]*)?\n)?[ \t\f]*#[^\n]*?coding[:=][ \t]*+(?=[-\w.])(?!utf[-_]?8\b)",
     re.IGNORECASE,
 )
-"""A comment in the first two lines by which Python reads a file as something else than UTF-8."""
+"""A comment in the first two lines that declares another encoding than UTF-8."""
 
 
 def bytes_digest(content: bytes) -> str:
@@ -35,9 +32,8 @@ class Source:
     def __init__(self, text: str) -> None:
         # As Python reads it.
         self._text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-        self._outlines = Outline(self._text)
-        self._cut: tuple[tuple[str, ...], str | None] | None = None
-        """The names of the last outline, and this."""
+        self._last: tuple[tuple[str, ...], str | None] | None = None
+        """The names of the last outline, and the outline."""
 
     @classmethod
     def decoded(cls, content: bytes) -> Source:
@@ -47,39 +43,29 @@ class Source:
         return cls(content.decode("utf-8-sig"))
 
     def digests(self, names: Iterable[str]) -> dict[str, str | None]:
-        """Return the digest of all that decides what each name stands for (source_bindings); None
-        if nothing binds it.
-
-        Parses what concerns these names.  Raises SyntaxError, and what ``whole_digests`` raises.
-        """
+        """Return the digest of all that decides what each name stands for (source_bindings), None
+        if nothing binds it.  Parses what concerns these names.  Raises as ``whole_digests``."""
         names = (*names,)
-        if (outline := self._outline(names)) is not None:
+        if (text := self._outline(names)) is not None:
             try:
-                return _digests(Scope.of_module(outline), names)
+                return _digests(Scope.of_module(text), names)
             except (SyntaxError, ValueError):
                 pass  # not to be parsed without the rest
         return self.whole_digests(names)
 
     def whole_digests(self, names: Iterable[str]) -> dict[str, str | None]:
-        """Return the same, parsing all of the text.
-
-        Raises SyntaxError, and RecursionError and MemoryError for what is nested too deeply; for a
-        NUL byte ValueError up to Python 3.11.3.
-        """
+        """Return the same, parsing all of the text.  Raises SyntaxError, RecursionError and
+        MemoryError for what is nested too deeply, ValueError for a NUL byte up to Python 3.11.3."""
         return _digests(self._scope, names)
 
     def outline_digest(self, names: Iterable[str]) -> str | None:
-        """Return a digest of the text without what says nothing about these names, comments and
-        blank lines, parsing nothing; None if these cannot be told.
-
-        Whatever other source has it has the same ``digests`` of these names.
-        """
-        outline = self._outline((*names,))
-        return None if outline is None else bytes_digest(outline.encode())
+        """Return a digest of the outline for these names, parsing nothing; None if there is none.
+        Source with an equal one has equal ``digests``."""
+        text = self._outline((*names,))
+        return None if text is None else bytes_digest(text.encode())
 
     def definition(self, name: str) -> str:
-        """Return the lines of what ``digests`` is of, as they stand; of a class that has the name
-        only what concerns it.  Raises SyntaxError."""
+        """Return the lines that ``digests`` covers, as they stand.  Raises SyntaxError."""
         lines = self._text.split("\n")
         return "".join(
             "".join(f"{line}\n" for line in lines[first - 1 : last])
@@ -87,14 +73,14 @@ class Source:
         )
 
     def names(self) -> list[str]:
-        """Return the names of all functions and classes, and of what classes hold, each once.
+        """Return the names of all functions and classes, those in classes included, each once.
         Raises SyntaxError."""
         return list(dict.fromkeys(_names(self._scope, "")))
 
     def _outline(self, names: tuple[str, ...]) -> str | None:
-        if self._cut is None or self._cut[0] != names:
-            self._cut = names, self._outlines.of(names)
-        return self._cut[1]
+        if self._last is None or self._last[0] != names:
+            self._last = names, outline(self._text, names)
+        return self._last[1]
 
     @cached_property
     def _scope(self) -> Scope:
@@ -164,8 +150,7 @@ def _write_head(node: ast.ClassDef, put: Callable[[str], None]) -> None:
 
 
 def _write(node: ast.AST, put: Callable[[str], None]) -> None:
-    """Write a node without what Python's versions have in different ways: ``ast.dump`` differs
-    between them, and so does the set of fields, where new ones are empty in older code."""
+    """Write a node as in all Pythons: ``ast.dump`` and the set of fields differ between them."""
     kind = type(node).__name__
     put(f"{kind}(")
     for name in _fields(kind):
@@ -201,7 +186,7 @@ def _write_list(values: list[object], put: Callable[[str], None]) -> None:
 
 
 def _is_empty_text(part: ast.expr) -> bool:
-    """What 3.12.1 puts behind the last field of a format."""
+    """Whether this is what 3.12.1 puts behind the last field of a format."""
     return type(part) is ast.Constant and part.value == ""
 
 

@@ -1,14 +1,12 @@
 """The text of a module without the definitions that say nothing about some names.
 
-Parsing all of vLLM's source takes far too long for each start of an engine; what is left here is
-little, and says the same of these names as the whole.  Pure: nothing is parsed.
+Parsing all of vLLM's source takes too long for each start of an engine.  Pure: nothing is parsed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 _SINGLE = r"""
@@ -23,7 +21,7 @@ _TOKEN = re.compile(
     rf"""\# [^\n]* |{_TRIPLE}|{_SINGLE}| \\ \n | " | ' | \\""", re.DOTALL | re.VERBOSE
 )
 """A comment, a string, a line that goes on; else a quote or backslash that begins none of them.
-Each alternative begins with a letter: ``re`` then looks for these several times as fast."""
+Each alternative begins with a letter, for speed."""
 _BEGINS_NONE = frozenset("\"'\\")
 _WHOLE_FIELDS = re.compile(
     r"""(?: [^{}] | \{\{ | \}\}
@@ -39,8 +37,7 @@ _IMPORT = re.compile(r"\n(?:import|from [.\w]+ import) [^\n(*;]*(?:\([^)*]*\))?(
 """An import of names at the margin."""
 _BINDS_OUTSIDE = re.compile(r":=|global\b[^\n]*")
 """What binds a name of the module from within a definition."""
-_NEAR = 200
-"""Letters."""
+_NEAR = 200  # letters
 _WORD = re.compile(r"\w+")
 _LINE_END_INSIDE = "\0"
 """Stands for the end of a line within a string, or within a statement after a backslash."""
@@ -49,56 +46,49 @@ _DROPPED = "def _(): 0"
 apply to this."""
 
 
-class Outline:
-    """A module's text, of which parts can be left out."""
+def outline(text: str, names: Iterable[str]) -> str | None:
+    """Return a module's text without what says nothing about these dotted names: comments, blank
+    lines, and all imports and definitions of other names that cannot bind these.  None if that is
+    not certain.
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    What is left may fail to parse, for instance where brackets go on further left than their
+    statement: then only the whole text decides.
+    """
+    if (code := _code(text)) is None:
+        return None
+    wanted = _Wanted.of(names)
+    code = _IMPORT.sub(lambda found: found[0] if wanted.is_any_in(found[0]) else "", code)
+    kept = "".join(_kept(code, wanted))
+    return kept.replace(_LINE_END_INSIDE, "\n").strip("\n") + "\n"
 
-    def of(self, names: Iterable[str]) -> str | None:
-        """Return the text without what says nothing about these dotted names; None if that cannot
-        be told for sure.
 
-        Left out are comments, blank lines, and all imports and definitions of other names that
-        cannot bind these.  What is left may fail to parse, for instance where brackets go on
-        further left than their statement: then only the whole text says what it defines.
-        """
-        if (code := self._code) is None:
+def _code(text: str) -> str | None:
+    """The text without comments and blank lines, of which each line that begins within a string or
+    after a backslash is joined to the one before; None if that is not certain."""
+    if any(letter in text for letter in _INDENTS_OTHERWISE):
+        return None
+    pieces: list[str] = ["\n"]
+    end = 0
+    for found in _TOKEN.finditer(text):
+        token, before = found[0], text[end : found.start()]
+        end = found.end()
+        # Not ASCII: Python reads some letters as others.
+        if not before.isascii() or token in _BEGINS_NONE:
             return None
-        wanted = _Wanted.of(names)
-        code = _IMPORT.sub(lambda found: found[0] if wanted.is_any_in(found[0]) else "", code)
-        kept = "".join(_kept(code, wanted))
-        return kept.replace(_LINE_END_INSIDE, "\n").strip("\n") + "\n"
-
-    @cached_property
-    def _code(self) -> str | None:
-        """The text without comments and blank lines, of which each line that begins within a
-        string or after a backslash is joined to the one before; None if that cannot be told."""
-        if any(letter in self._text for letter in _INDENTS_OTHERWISE):
+        if token[0] == "#":
+            pieces.append(before.rstrip(" "))
+            continue
+        if "{" in token and not _ends_here(before, token):
             return None
-        pieces: list[str] = ["\n"]
-        end = 0
-        for found in _TOKEN.finditer(self._text):
-            token, before = found[0], self._text[end : found.start()]
-            end = found.end()
-            # Not ASCII: Python reads some letters as others.
-            if not before.isascii() or token in _BEGINS_NONE:
-                return None
-            if token[0] == "#":
-                pieces.append(before.rstrip(" "))
-                continue
-            if "{" in token and not _ends_here(before, token):
-                return None
-            pieces += before, token.replace("\n", _LINE_END_INSIDE)
-        pieces += self._text[end:], "\n"
-        return re.sub("\n\n+", "\n", "".join(pieces)) if pieces[-2].isascii() else None
+        pieces += before, token.replace("\n", _LINE_END_INSIDE)
+    pieces += text[end:], "\n"
+    return re.sub("\n\n+", "\n", "".join(pieces)) if pieces[-2].isascii() else None
 
 
 class _Wanted(NamedTuple):
     """What must be kept."""
 
-    inside: frozenset[str]
-    """Classes of which parts are wanted."""
+    inside: frozenset[str]  # classes of which parts are wanted
     whole: frozenset[str]
 
     @classmethod
@@ -149,8 +139,7 @@ def _kept(code: str, wanted: _Wanted) -> Iterator[str]:
 
 
 def _needs_statement(before: str, indent: str) -> bool:
-    """Whether what stands between a definition and the one before may be part of it, or have
-    nothing else in its block."""
+    """Whether a definition may need what stands before it, or be all that a block has."""
     return f"\n{indent}@" in before or before.rstrip(" ").endswith(":")
 
 
@@ -166,8 +155,8 @@ def _end(code: str, begin: int, depth: int) -> int:
 
 
 def _ends_here(before: str, token: str) -> bool:
-    """Whether a string ends where it seems to: in Python 3.12 a format may have its own quotes
-    within its fields."""
+    """Whether a string ends where it seems to: from Python 3.12 on fields of formats have
+    quotes."""
     if not {*before[-2:].lower()} & {"f", "t"}:
         return True
     quotes = 3 if token.startswith(token[0] * 3) else 1

@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 from kvshm.halves import Costs
 
 STEPS_PER_MEASURED = 8
-"""Of the steps that only decode, every 8th is measured.  Once the cost of prefill is known, so is
+"""Of the steps that only decode, every 8th is measured; once the cost of prefill is known, also
 every 8th prefill step of about one size in which no request looked for peers."""
 MAX_UNDER_WAY = 64
-"""Most steps measured at a time; if ranks never report the end of a step, only the latest are
-kept."""
+"""Most steps measured at a time, the latest: ranks may never report the end of a step."""
 
 
 _Built: TypeAlias = tuple[int, float, int]
@@ -32,16 +31,15 @@ class StepTimes:
         self._costs = costs
         self._clock = clock
         self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)
-        """Steps under way that are measured.  While there are none, ``ended`` need not be
-        called."""
+        """Steps under way that are measured; ``ended`` need not be called without any."""
         self._seen: dict[int, int] = {}
-        """Number of steps by kind: decodes are kind 0, quiet prefills go by their size."""
+        """Number of steps by kind: 0 for decodes, quiet prefills by their size."""
         self._ended_at = 0.0
         self._unanswered = 0
 
     def built(self, step: int, tokens: int, requests: int, quiet: bool = False) -> None:
-        """A step of so many tokens, for so many requests, is being dispatched; ``quiet``: none of
-        them looked for peers to import from."""
+        """Note a step with this number of ``tokens`` and ``requests`` that is being dispatched;
+        ``quiet``: none of them looked for peers."""
         decodes = tokens <= requests
         if decodes or (quiet and self._costs.known):
             # Count each kind separately: traffic is regular, and all steps of one kind may have
@@ -53,8 +51,8 @@ class StepTimes:
         self.measured.append((step, self._clock(), tokens))
 
     def ended(self, step: int) -> None:
-        """The output of a step has arrived.  The step had the device to itself since it was built,
-        or since the step before it ended."""
+        """Count the time of a step whose output has arrived: since it was built, or since the step
+        before it ended."""
         self._unanswered = 0
         now, before = self._clock(), self._ended_at
         self._ended_at = now
@@ -64,7 +62,7 @@ class StepTimes:
                 self._costs.add_step(tokens, now - max(at, before))
 
     def unanswered(self) -> bool:
-        """An output has arrived without a rank's report.  True after MAX_UNDER_WAY such outputs
-        with a step under way, because no report will come; true again after as many more."""
+        """Note an output without a rank's report.  True after each MAX_UNDER_WAY of these with a
+        step under way: no report will come."""
         self._unanswered += bool(self.measured)
         return bool(self.measured) and self._unanswered % MAX_UNDER_WAY == 0

@@ -8,6 +8,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +36,14 @@ def listed(what: str, given: Iterable[T]) -> list[T]:
         raise MisuseError(f"{what} is {given!r}; give a list of them") from None
 
 
-def whole(what: str, given: Any) -> int:
-    """Return a whole number of any kind, numpy's included, as an int.  Raises MisuseError."""
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise MisuseError(f"{what} is {given!r}; give a whole number") from None
+def whole(what: str, given: Any, least: int | None = None) -> int:
+    """Return a whole number of any kind, numpy's included, as an int.  Raises MisuseError for
+    anything else, and for less than ``least``."""
+    with suppress(TypeError):
+        if least is None or operator.index(given) >= least:
+            return operator.index(given)
+    more = "" if least is None else f", {least} or more"
+    raise MisuseError(f"{what} is {given!r}; give a whole number{more}")
 
 
 def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
@@ -106,7 +109,7 @@ def _group(number: int, group: Any) -> Group:
 
 
 def overlap(one: Region, other: Region) -> bool:
-    """Whether two regions certainly share bytes: of regions with other strides nothing is said."""
+    """Whether two regions certainly share bytes.  False where their strides differ."""
     if one.handle != other.handle or one.stride != other.stride:
         return False
     near = (one.offset - other.offset) % one.stride

@@ -65,7 +65,7 @@ _claims: list[Claim] = []
 
 
 def claimed(regions: Sequence[Region], make: Callable[[], Node]) -> Node:
-    """Return the node that ``make`` makes, for whom these regions are from now on.  Raises what
+    """Return the node that ``make`` makes, which owns these regions from now on.  Raises what
     ``make`` raises, and MisuseError if another node has some of their bytes."""
     claim = Claim(regions)
     try:

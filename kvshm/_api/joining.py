@@ -146,8 +146,8 @@ def _check_kind(memory: Any, path: Any, device: str) -> None:
 
 
 def _started(node: Node, identity: Identity, patience: float) -> Node:
-    """Return the node with its first epoch begun, after so many seconds at most; nothing of it is
-    left if that raises."""
+    """Return the node with its first epoch begun, after ``patience`` seconds at most; nothing of
+    it is left if that raises."""
     try:
         node._start(identity)
         node._meet_peers(patience)

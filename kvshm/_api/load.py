@@ -50,7 +50,7 @@ class Owner(NamedTuple):
     """Bytes of all of them."""
 
 
-class Looks(Protocol):
+class FoundBy(Protocol):
     """What a Found comes from: its node."""
 
     def _lengths_of(self, found: Found) -> tuple[int, ...]: ...
@@ -66,7 +66,7 @@ class Found:
 
     def __init__(
         self,
-        node: Looks,
+        node: FoundBy,
         keys: Sequence[bytes],
         start: int,
         plan: Plan | None,
@@ -78,8 +78,8 @@ class Found:
         self.start = start
         """Keys whose blocks the caller said to have."""
         self.length: int = start + (plan.length if plan is not None else 0)
-        """Of so many keys the prefix can be restored, those before ``start`` included; ``start`` if
-        nothing was found."""
+        """Keys whose prefix can be restored, those before ``start`` included; ``start`` if nothing
+        was found."""
         self._plan = plan
         self._lengths: tuple[int, ...] | None = None
         self.loaded: bool = False
@@ -134,7 +134,7 @@ class Found:
         return f"<Found keys {self.start} to {self.length}, {self.num_blocks} blocks>"
 
 
-class Progress(Protocol):
+class LoadDriver(Protocol):
     """What drives a load: its node."""
 
     def _advance_loads(self) -> None:
@@ -149,7 +149,7 @@ class Load:
     It ends by itself, watched or not; then its blocks are the caller's again.
     """
 
-    def __init__(self, node: Progress, load_id: LoadId, targets: Sequence[BlockId]) -> None:
+    def __init__(self, node: LoadDriver, load_id: LoadId, targets: Sequence[BlockId]) -> None:
         """Only ``Node.load`` makes these."""
         self._node = node
         self._id = load_id

@@ -6,7 +6,7 @@ from kvshm._base.ids import BlockId, Epoch, LoadId
 from kvshm._engine.load_plan import LoadOrder, Plan
 
 from .halves_in_one import HalvesInOne
-from .load import Load, Progress
+from .load import Load, LoadDriver
 from .own_blocks import OwnBlocks
 
 
@@ -20,7 +20,7 @@ class Loads:
         self._attached: frozenset[Epoch] = frozenset()
 
     def begin(
-        self, node: Progress, halves: HalvesInOne, plan: Plan, targets: list[BlockId]
+        self, node: LoadDriver, halves: HalvesInOne, plan: Plan, targets: list[BlockId]
     ) -> Load:
         """Take the leases and have the rank copy.  Nobody may read the targets any more."""
         self._number += 1
@@ -31,7 +31,7 @@ class Loads:
         halves.rank.begin_load(order)
         return load
 
-    def failed(self, node: Progress, targets: list[BlockId]) -> Load:
+    def failed(self, node: LoadDriver, targets: list[BlockId]) -> Load:
         """Return a load that nobody can carry out."""
         load = Load(node, 0, targets)
         load._end(0)

@@ -41,7 +41,7 @@ class Node(Membership):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The KV cache groups that ``join`` was told of, or the one that it made."""
+        """The KV cache groups that ``join`` got, or the one that it made."""
         return self._groups.all
 
     # -- keys and lookups
@@ -85,7 +85,7 @@ class Node(Membership):
         """``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
-            if self._groups.one_full or halves is None or state is None:
+            if self._groups.is_single_full_attention or halves is None or state is None:
                 return tuple(range(found.start + 1, found.length + 1))
             return all_lengths(halves.cache.planner.search, state, found)
 
@@ -240,9 +240,9 @@ class Node(Membership):
         await asyncio.to_thread(self.drain)
 
     def hold(self, keys: Sequence[bytes], seconds: float, group: int = 0) -> int:
-        """Ask whoever has these blocks, this engine included, to reuse others first for so long, an
-        hour at most.  A hint to engines that ask ``kept``, as vLLM's hooks do, which ends by
-        itself, even if this engine dies.  Returns how many blocks were found."""
+        """Ask the engines that have these blocks, this one included, to reuse others first for
+        ``seconds``, an hour at most.  A hint to engines that ask ``kept``, as vLLM's hooks do,
+        which ends by itself, even if this engine dies.  Returns how many blocks were found."""
         keys = checked_keys(keys)
         self._own.check_group(group)
         if (seconds := checked_seconds("seconds", seconds, "give 0 or more")) < 0:

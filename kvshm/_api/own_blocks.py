@@ -54,7 +54,7 @@ class OwnBlocks:
     def check_group(self, group: int) -> None:
         """Raise MisuseError unless there is such a group."""
         if not 0 <= whole("group", group) < len(self._scales):
-            raise MisuseError(f"there is no group {group}; join() was told of {len(self._scales)}")
+            raise MisuseError(f"there is no group {group}; join() got {len(self._scales)}")
 
     def find_run(self, keys: Iterable[bytes], group: int) -> list[BlockId]:
         """Return published blocks with these keys, before the first key that has none."""

@@ -1,4 +1,4 @@
-"""What is published on this machine, for whoever wants to know: routers, tools, tests."""
+"""What is published on this machine, for routers, tools and tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch
 from kvshm._base.rundir import choose_run_directory, list_sockets
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.layout import unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.config import Config
@@ -74,7 +74,7 @@ class Reader:
         config = config or Config.from_env(os.environ)
         self._namespace = config.namespace
         self._run_dir = choose_run_directory(config.run_dir, os.environ)
-        self._handouts = Handouts(self._run_dir, config.namespace, READ_SECONDS)
+        self._segments = SegmentClient(self._run_dir, config.namespace, READ_SECONDS)
         self._tables: dict[Epoch, SlotTableView] = {}
         self._closed = False
 
@@ -115,7 +115,7 @@ class Reader:
             self._tables.pop(epoch).close()
         for epoch in present - self._tables.keys():
             with suppress(KvshmError, OSError):  # it has ended, or hangs
-                self._tables[epoch] = self._handouts.view(epoch)
+                self._tables[epoch] = self._segments.view(epoch)
         return tuple(self._tables.values())
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ class Timing:
     that waits for the table sends no heartbeats meanwhile."""
     attach_pause_seconds: float = 5.0
     """How long no load is planned from a peer that could not be attached in time: as long as the
-    peer's socket may take to answer (``FETCH_TIMEOUT`` of the transports)."""
+    peer's socket may take to answer (``MEMORY_SECONDS`` of kvshm/_shm/descriptors.py)."""
     retry_seconds: tuple[float, float] = (1.0, 30.0)
     """Pause before a retry after a lack of memory or descriptors: the first pause, and the longest
     after doubling each time."""

@@ -13,8 +13,7 @@ from math import frexp
 DECAY = 0.97
 """Weight of an observation after the next one of its size."""
 UNMEASURED_TOKENS = 256
-"""Smallest import while no prefill was measured: on most hardware it saves more than the steps it
-may cost.  A smaller step may hold only decodes, and says nothing about prefill."""
+"""Smallest import while no prefill was measured, and smallest step that counts as one."""
 UNMEASURED_BYTES_PER_SECOND = 2e9
 UNMEASURED_LATENCY = 0.0005
 WARM_UP_STEPS = 8
@@ -23,9 +22,8 @@ WARM_UP_LOADS = 1
 OUTLIER_FACTOR = 4.0
 """A time is cut to this many times the expected one before it is learnt."""
 IMPORTS_PER_TRIAL = 8, 64
-"""Every 8th import in a row without a prefill is computed instead, because an engine that imports
-everything would never learn what computing costs.  Once a prefill was seen twice it is every
-64th."""
+"""Of imports in a row without a prefill, one in 8 is computed instead, to learn what computing
+costs; one in 64 once a prefill was seen twice."""
 REFUSALS_PER_TRIAL = 64
 """Every 64th import that is not worth it is done anyway, to measure loads again."""
 _MIN_SPREAD = 4.0
@@ -35,10 +33,9 @@ _EMPTY = (0.0, 0.0, 0.0)
 
 
 class LinearFit:
-    """``seconds = fixed + each * count``, fitted to the means of the observations.
-
-    There is one mean for each power of two, in which the latest observation weighs most.  So many
-    observations of one size do not displace those of another."""
+    """``seconds = fixed + each * count``, fitted to the means of the observations.  There is one
+    mean for each power of two, in which the latest observation weighs most: then observations of
+    one size do not displace those of another."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
@@ -64,7 +61,8 @@ class LinearFit:
     def fit(self) -> tuple[float, float] | None:
         """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
         if not self._is_current:
-            self._fit, self._is_current = self._compute_fit(), True
+            self._fit = self._compute_fit()
+            self._is_current = True
         return self._fit
 
     def means(self) -> list[tuple[float, float]]:
@@ -101,7 +99,7 @@ class Costs:
         self._in_a_row = 0
         """Imports since the last prefill."""
         self.prefill_tokens = UNMEASURED_TOKENS
-        """A step of at least so many tokens counts as a prefill.  The caller lowers it if the
+        """The fewest tokens of a step that counts as a prefill.  The caller lowers it if the
         engine's limit of tokens per step is lower."""
         self._prefills = 0
         self.known = False

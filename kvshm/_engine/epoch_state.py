@@ -18,11 +18,11 @@ from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Fingerprint
 from kvshm._base.log_format import forget_own_epoch, note_own_epoch
 from kvshm._base.roles import Decision
 from kvshm._base.rundir import engine_socket, peers_file
-from kvshm._node.handout import Handouts, HandoutServer, serve_epoch
 from kvshm._node.peer import Peer
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import EngineInfo, RankInfo
+from kvshm._node.segment_server import SegmentClient, SegmentServer, serve_epoch
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.version import __version__
 
@@ -42,16 +42,14 @@ class EngineSpec:
 
 @dataclass
 class EpochState:
-    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.
-
-    The client's thread begins an epoch, the scheduler's thread ends it.  In between the
-    scheduler's thread publishes in ``table`` and looks up in ``peers``, and the client's thread
-    keeps ``peers`` up to date.
-    """
+    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.  The
+    client's thread begins an epoch, the scheduler's thread ends it.  In between the scheduler's
+    thread publishes in ``table`` and looks up in ``peers``, and the client's thread keeps ``peers``
+    up to date."""
 
     table: OwnSlotTable
     peers: Peers
-    server: HandoutServer
+    server: SegmentServer
     """Hands out the table and the replica."""
     info: EngineInfo
     draining: list[BlockId] = field(default_factory=list)
@@ -122,7 +120,7 @@ def begin_epoch(
         table.begin_pulse(None)
         # An engine that does not import attaches no peers.
         listed = None if role.no_imports else PeerList(peers_file(run_dir, namespace, epoch))
-        peers = Peers(namespace, spec.name, epoch, Handouts(run_dir, namespace), listed=listed)
+        peers = Peers(namespace, spec.name, epoch, SegmentClient(run_dir, namespace), listed=listed)
         undo.callback(peers.close)
         server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, peers.replica)
         undo.pop_all()

@@ -46,7 +46,7 @@ class Group:
         return not (self.window or self.chunk)
 
     def first_needed(self, blocks: int) -> int:
-        """Return the first block that a prefix of so many blocks needs."""
+        """Return the first block that a prefix of ``blocks`` blocks needs."""
         if self.window:
             return max(0, blocks - -(-(self.window - 1) // self.block_size))
         if self.chunk:
@@ -55,7 +55,7 @@ class Group:
 
     def needed(self, start: int, length: int) -> tuple[int, int]:
         """Return the blocks that a prefix of ``length`` hashes needs behind a local hit of
-        ``start`` hashes, as begin and end; there are none if the begin is not before the end."""
+        ``start`` hashes, as first and end; there are none if the first is not before the end."""
         end = length // self.scale
         return max(self.first_needed(end), start // self.scale), end
 
@@ -84,7 +84,7 @@ class Groups:
         self.all = tuple(groups)
         self.step = math.lcm(*(group.scale for group in groups))
         """Hashes between two lengths at which a prefix can end."""
-        self.one_full = len(groups) == 1 and groups[0].is_full
+        self.is_single_full_attention = len(groups) == 1 and groups[0].is_full
         """Whether a prefix is one chain of blocks, of which every begin is of use too."""
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
@@ -93,16 +93,16 @@ class Groups:
         """The group that is looked up first."""
 
     def reach(self, start: int, hashes: int) -> int:
-        """Return the longest prefix that so many hashes can tell of behind a local hit of ``start``
-        hashes; ``start`` if nothing can be restored there, whoever holds it."""
-        if self.one_full:
+        """Return the length, in hashes, of the longest prefix that ``hashes`` hashes can cover
+        beyond a local hit of ``start``.  Returns ``start`` if none can be restored."""
+        if self.is_single_full_attention:
             return hashes
         most = min((hashes // group.scale - group.ahead) * group.scale for group in self.all)
         most -= most % self.step
         return start if start % self.step or not self.parts(start, most) else most
 
     def blocks_at(self, length: int) -> int:
-        """Return how many blocks a request keeps for a prefix of so many hashes."""
+        """Return how many blocks a request keeps for a prefix of ``length`` hashes."""
         ends = ((group, length // group.scale) for group in self.all)
         return sum(end - group.first_needed(end) for group, end in ends)
 
@@ -187,7 +187,8 @@ class _Cover:
         if self.runs and reached == self.first:
             self.runs.extendleft(reversed(found))
         else:
-            self.runs, self.end = deque(found), reached
+            self.runs = deque(found)
+            self.end = reached
         self.first = first
 
     def cut(self, first: int, end: int) -> Iterable[PlannedRun]:

@@ -104,7 +104,7 @@ class LoadOrder:
         return sum(piece.block_bytes * len(piece.targets) for piece in self.pieces)
 
     def bytes_of(self, blocks: int) -> int:
-        """Bytes of the first so many blocks on each rank."""
+        """Bytes of the first ``blocks`` blocks on each rank."""
         nbytes = 0
         for piece in self.pieces:
             of_piece = min(blocks, len(piece.targets))
@@ -145,7 +145,7 @@ class CopyTimes(NamedTuple):
     than the scheduler."""
 
     begun: float
-    """The begin of its first copy."""
+    """The start of its first copy."""
     copied: float
     """The end of its last copy, as soon as the rank saw it."""
     checked: float
@@ -161,7 +161,7 @@ class LoadReport:
     """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()
     seconds: float = field(default=0.0, compare=False)
-    """From the begin of the first copy to the end of the checks, or until the step could wait no
+    """From the start of the first copy to the end of the checks, or until the step could wait no
     longer; 0 if no copy began."""
     paths: tuple[CopyPath | None, ...] = field(default=(), compare=False)
     """For each piece the way that its bytes took, None if they were not copied."""

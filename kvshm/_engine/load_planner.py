@@ -27,8 +27,8 @@ from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
+from .load_traffic import record_traffic, time_taken
 from .prefix_search import PrefixSearch
-from .traffic import record_traffic, time_taken
 
 log = logger(__name__)
 
@@ -152,9 +152,10 @@ class LoadPlanner:
         return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
 
     def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
-        """Ask whoever has these blocks of a KV cache group to hand them out last for so long, an
-        hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns how many blocks
-        were found; a hint, which ends by itself.  IndexError if there is no such group."""
+        """Ask the engines that have these blocks of a KV cache group to hand them out last for
+        ``seconds``, an hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns
+        how many blocks were found; a hint, which ends by itself.  IndexError if there is no such
+        group."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving:
             return 0
@@ -215,8 +216,8 @@ class LoadPlanner:
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         table.counters.add(c.LEASE_LOST, len(targets) - leased)
-        length = leased if self.search.groups.one_full else plan.length
-        if leased < len(targets) and not self.search.groups.one_full:
+        length = leased if self.search.groups.is_single_full_attention else plan.length
+        if leased < len(targets) and not self.search.groups.is_single_full_attention:
             _give_back(plan, bit, pieces)
             pieces, leased = (), 0
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
@@ -276,13 +277,15 @@ class LoadPlanner:
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
         if epoch is None or epoch.table.epoch != load.epoch:
             bad.update(targets)
-        failed, one_full = bool(bad) or not load.pieces, self.search.groups.one_full
-        if failed and not one_full:
+        failed = bool(bad) or not load.pieces
+        if failed and not self.search.groups.is_single_full_attention:
             bad.update(targets)
         good = [target not in bad for target in targets]
         # A block is usable only if all blocks before it are.
         usable = sum(takewhile(bool, good))
-        length = usable if one_full else load.length * (not failed)
+        length = (
+            usable if self.search.groups.is_single_full_attention else load.length * (not failed)
+        )
         nbytes = load.bytes_of(usable) * epoch.table.num_ranks if epoch is not None else 0
         self.results.append(LoadResult(usable, length, failed, nbytes, time_taken(reports)))
         if epoch is not None:

@@ -93,7 +93,7 @@ touching = _native.marks_step
 """Find the requests of a step that touch marks; most stay within a block without a mark.
 
 ``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (no block of its tables has a
-mark behind so many hashes), ``epochs`` and ``preemptions`` (for which that was found).
+mark behind this number of hashes), ``epochs`` and ``preemptions`` (for which that was found).
 ``scheduled``: tokens by request, of which ``drafts`` may be rejected later.  Returns the
 objects, each with the first hash whose block is written and the token before which it ends."""
 

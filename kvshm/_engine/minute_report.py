@@ -49,7 +49,8 @@ class MinuteReport:
         read = {counter: table.counters.read(counter) for counter in _READ}
         grown = {counter: value - before.get(counter, 0) for counter, value in read.items()}
         seconds, self._since = now - self._since, now
-        self._epoch, self._before = table.epoch, read
+        self._epoch = table.epoch
+        self._before = read
         if not any(grown.values()):
             return None
         return CoreLine.MINUTE.fill(seconds, _hits(grown) + _misses(grown))

@@ -37,9 +37,9 @@ class PrefixSearch:
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int, most: int
     ) -> Restorable:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
-        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none.  ``most``: to so
-        many blocks one group of full attention is cut; a part of anything else is of no use."""
-        if not self.groups.one_full:
+        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none.  ``most``:
+        blocks to which one group of full attention is cut; a part of anything else is of no use."""
+        if not self.groups.is_single_full_attention:
             find = _Finder(self, epoch, hashes)
             return self.groups.longest(start, stop, len(hashes), find)
         if not (runs := epoch.peers.lookup(hashes, start, min(stop, start + most))):

@@ -23,10 +23,8 @@ DRAIN_POLL_SECONDS = 0.00005
 
 
 class SlowImporters:
-    """Importers for which a whole drain budget was spent: their leases are not waited for.
-
-    An importer stays slow until it has sent a heartbeat and has taken a new lease.
-    """
+    """Importers for which a whole drain budget was spent: their leases are not waited for.  An
+    importer stays slow until it has sent a heartbeat and has taken a new lease."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
@@ -56,9 +54,7 @@ def _has_recovered(table: PeerSlotTable | None, seen: tuple[int, int]) -> bool:
 
 class Publisher:
     """Publishes and retracts in the present epoch; without an epoch nothing happens.
-
-    Single-threaded; blocks only in ``drain_before_dispatch``.
-    """
+    Single-threaded; blocks only in ``drain_before_dispatch``."""
 
     def __init__(
         self,

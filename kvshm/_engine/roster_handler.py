@@ -28,6 +28,8 @@ from kvshm._node.protocol import (
     Tick,
 )
 from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
+from kvshm._shm.error_log import ErrorCode
+from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.statistics import INDEX_FULL, REJOINS, RESYNCS
 
 from .epoch_state import EpochState
@@ -93,7 +95,7 @@ class RosterHandler:
                 if update.engine_epoch == state.table.epoch:  # else the epoch has ended meanwhile
                     self._handle_reply(state, update)
             case IncompatibleJoined(engine=other):
-                state.table.log_error(incompatible.error_log_entry(other))
+                _record(state.table, other)
                 self._log_once(other)
             case Tick(num_incompatible=count):
                 state.peers.num_incompatible = count
@@ -107,20 +109,20 @@ class RosterHandler:
             if self._log_limit.allows(CoreLine.REFUSED, reply.reason, reply.remedy):
                 log.line(CoreLine.REFUSED, reply.reason, reply.remedy)
             self.refused = None if reply.retry else state.table.epoch
-            state.table.log_error(f"{incompatible.REFUSED}{reply.remedy}; {reply.reason}")
+            state.table.log_error(reply.remedy, reply.reason, code=ErrorCode.REFUSED)
             return
         self.refusal = ""
         self._log_limit.forget(CoreLine.REFUSED)
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))
         if reply.lease_bit == NO_LEASE_BIT:
-            state.table.log_error(incompatible.NO_BIT)
+            state.table.log_error(code=ErrorCode.NO_LEASE_BIT)
         if self._joined_at[0] == state.table.epoch:
             state.table.counters.add(REJOINS, 1)
         else:
             self._unknown = {info.epoch for info in reply.roster} - {state.table.epoch}
         state.peers.num_incompatible = len(reply.incompatible)
         for other in reply.incompatible[:MAX_RECORDED]:
-            state.table.log_error(incompatible.error_log_entry(other))
+            _record(state.table, other)
             self._log_once(other)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
@@ -165,6 +167,11 @@ class RosterHandler:
             about, level = tuple(other.differences.items()), logging.INFO
         if self._log_limit.allows(CoreLine.INCOMPATIBLE, hash(about)):
             log.filled(line, level)
+
+
+def _record(table: OwnSlotTable, other: IncompatibleEngine) -> None:
+    """Record why the engine cannot share with ``other``."""
+    table.log_error(*incompatible.record(other), code=ErrorCode.CANNOT_SHARE)
 
 
 def _apply_to_peers(peers: Peers, update: Update) -> set[int]:

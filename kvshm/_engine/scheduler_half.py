@@ -29,6 +29,7 @@ from kvshm._base.timing import RetryPause
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.fds import is_served
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.statistics import HOOKS
@@ -54,6 +55,18 @@ class _EpochRequest:
     pause: RetryPause
 
 
+@dataclass
+class FirstMeeting:
+    """When an engine that has just started first knows the blocks of its peers."""
+
+    tables_socket: Path
+    """Of the coordinator."""
+    expected: bool | None = None
+    """Whether the engine may have to wait for its peers.  None before that was asked."""
+    early_until: float | None = None
+    """When lookups count as early no more.  None before the first one."""
+
+
 class SchedulerHalf:
     """One engine's place in the node's prefix cache."""
 
@@ -74,8 +87,8 @@ class SchedulerHalf:
         """Whether the engine exports and imports.  Whoever finds more limits in the running engine
         sets it, before ``open_epoch``: an epoch's roster entry never changes."""
         self._spec = spec
-        self._cleanup_dir: Path | None = run_dir
-        self._run_dir = run_dir
+        self._run_dir: Path | None = run_dir
+        """None in a forked child, which leaves the directory alone."""
         self._clock = clock
         self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
         self._requested: _EpochRequest | None = None
@@ -88,9 +101,7 @@ class SchedulerHalf:
         self._opened = opened
         self._handler = RosterHandler(self._open, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, self._handler)
-        self._meets_peers: bool | None = None
-        """Whether it may have to wait for its peers: None before that was asked."""
-        self._early_until: float | None = None
+        self._meeting = FirstMeeting(tables_socket(run_dir, config.namespace))
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         self.publisher = Publisher(self, self._client.send_events, budget, clock)
         self.planner = LoadPlanner(config, self, clock)
@@ -124,33 +135,34 @@ class SchedulerHalf:
 
     @property
     def meets_peers(self) -> bool:
-        """Whether this engine joins for the first time, and does not yet know the blocks of an
-        engine that the roster names: a lookup may find less than there is.  False for good once it
-        knows them all, and where it cannot come to know any: without a coordinator, or if it
-        imports nothing, is refused, or cannot begin its epoch.  Does not block.  Any thread, one at
-        a time."""
-        if self._meets_peers is None:
-            self._meets_peers = not self.role.no_imports
-        if self._meets_peers and self._requested is None:  # its cache was reset: perhaps later
+        """Whether a lookup may find less than there is, because this engine joins for the first
+        time and does not yet know the blocks of all engines in the roster.  False for good once it
+        does, or cannot: without a coordinator, or if it imports nothing, is refused, or cannot
+        begin its epoch.  Does not block.  Any thread, one at a time."""
+        meeting = self._meeting
+        if meeting.expected is None:
+            meeting.expected = not self.role.no_imports
+        if meeting.expected and self._requested is None:  # its cache was reset: perhaps later
             return False
-        if self._meets_peers and not self.is_member:  # the coordinator may end meanwhile
-            self._meets_peers = is_served(tables_socket(self._run_dir, self._config.namespace))
-        if self._meets_peers:
+        if meeting.expected and not self.is_member:  # the coordinator may end meanwhile
+            meeting.expected = is_served(meeting.tables_socket)
+        if meeting.expected:
             state = self.epoch_state
             known = state is not None and self._handler.knows_roster(Epoch(state.table.epoch))
-            self._meets_peers = not (known or self.failed or self.is_refused)
-        return self._meets_peers
+            meeting.expected = not (known or self.failed or self.is_refused)
+        return meeting.expected
 
     @property
     def lookups_are_early(self) -> bool:
         """``meets_peers``, for KVSHM_JOIN_WAIT_MS after this was first asked at most: let a lookup
         wait, if that holds up nothing else."""
-        if self._meets_peers is False:  # as soon as the engine has met its peers: costs nothing
+        meeting = self._meeting
+        if meeting.expected is False:  # as soon as the engine has met its peers: costs nothing
             return False
-        if self._early_until is None:
-            self._early_until = self._clock() + self._config.join_wait_ms / 1000
-        if self._clock() >= self._early_until:
-            self._meets_peers = False
+        if meeting.early_until is None:
+            meeting.early_until = self._clock() + self._config.join_wait_ms / 1000
+        if self._clock() >= meeting.early_until:
+            meeting.expected = False
         return self.meets_peers
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
@@ -168,7 +180,8 @@ class SchedulerHalf:
         """Retract all blocks for good, without waiting: the cache was reset, the weights
         changed, or something went wrong.  Idempotent."""
         with self._lock:
-            self._requested, self.failed = None, False
+            self._requested = None
+            self.failed = False
             state, self.epoch_state = self.epoch_state, None
         if state is not None:
             state.end()
@@ -181,14 +194,15 @@ class SchedulerHalf:
             state = self.epoch_state
             if state is None or state.table.epoch != epoch:
                 return False
-            self.epoch_state, self.failed = None, True
+            self.epoch_state = None
+            self.failed = True
         state.end()
         self._client.rejoin()
         return True
 
     def leave(self, timeout: float = 0.0) -> None:
         """Tell the other engines that this engine ends: they stop using its blocks, and it plans
-        no more loads.  Waits at most ``timeout`` seconds until that is told; ``close`` has to
+        no more loads.  Waits at most ``timeout`` seconds until that is sent; ``close`` has to
         follow.  Any thread."""
         self.planner.leaving = True
         self._client.leave(timeout)
@@ -200,16 +214,16 @@ class SchedulerHalf:
         forget_declined(self._spec.name)
         self._client.close(timeout=1.0)
         self._opened = None  # it refers to the rank, and so to memory
-        if self._cleanup_dir is not None:
+        if self._run_dir is not None:
             try:
-                clear(self._cleanup_dir, self._config.namespace, patience=1.0)
+                clear(self._run_dir, self._config.namespace, patience=1.0)
             except (KvshmError, OSError) as exc:
                 log.line(CoreLine.NOT_CLEANED, exc)
 
     def forget_in_child(self) -> None:
         """The epoch belongs to the parent; the child has none (kvshm/_base/forks.py)."""
         self._lock = threading.Lock()
-        self._requested = self.epoch_state = self._cleanup_dir = None
+        self._requested = self.epoch_state = self._run_dir = None
 
     def _open(self) -> EpochState | None:
         """Return the present epoch, and say so if it has just begun.  Client's thread."""
@@ -222,8 +236,11 @@ class SchedulerHalf:
         """Return the present epoch; try to begin it if it is due.  Client's thread."""
         with self._lock:
             wanted = self._requested
-            if self.epoch_state is not None or wanted is None or not wanted.pause.over:
+            run_dir = self._run_dir
+            if self.epoch_state is not None or wanted is None or run_dir is None:
                 return self.epoch_state
+            if not wanted.pause.over:
+                return None
             if (fields := wanted.fields()) is None:
                 return None
             wanted.pause.tried()  # first, so that every failure is followed by a pause
@@ -234,13 +251,14 @@ class SchedulerHalf:
                     self.role,
                     fields,
                     wanted.ranks,
-                    self._run_dir,
+                    run_dir,
                 )
             except (KvshmError, OSError) as exc:  # for example, no memory or threads left
                 level = logging.DEBUG if self.failed else logging.WARNING
                 log.line(CoreLine.NOT_SHARING_NOW, exc, level=level)
                 state = None
-            self.epoch_state, self.failed = state, state is None
+            self.epoch_state = state
+            self.failed = state is None
             if state is not None:
                 forget_declined(self._spec.name)
             return state
@@ -266,11 +284,11 @@ class SchedulerHalf:
     def record_declined(self, reason: str) -> None:
         """Leave for tools why this engine shares nothing, until an epoch begins."""
         purpose = self._config.share is Share.NONE
-        told = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
-        record_declined(self._config.run_dir, self._config.namespace, told)
+        declined = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
+        record_declined(self._config.run_dir, self._config.namespace, declined)
 
-    def log_error(self, text: str) -> None:
+    def log_error(self, text: str, code: ErrorCode = ErrorCode.OTHER) -> None:
         """Record an error in the own slot table, where ``kvshm dump`` shows it.
         Any thread."""
         if (state := self.epoch_state) is not None:
-            state.table.log_error(text)
+            state.table.log_error(text, code=code)

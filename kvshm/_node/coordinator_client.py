@@ -35,8 +35,7 @@ from .updates import UpdateHandler
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; further batches are dropped."""
 MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
-"""Batches that wait together are sent as one message of at most so many bytes, a longer batch as
-several messages."""
+"""Longest message into which batches that wait together are joined."""
 _OWN_RANDOM = random.Random()
 """Not Python's own generator, which the program may have seeded."""
 
@@ -44,11 +43,9 @@ _log = logger(__name__)
 
 
 class CoordinatorClient:
-    """Keeps this engine in the roster, from construction until ``close``.
-
-    Any thread may call.  Only ``leave`` and ``close`` block, with a bound; only the constructor
-    raises.  In a forked child the methods do nothing.
-    """
+    """Keeps this engine in the roster, from construction until ``close``.  Any thread may call.
+    Only ``leave`` and ``close`` block, with a bound; only the constructor raises.  In a forked
+    child the methods do nothing."""
 
     def __init__(
         self,
@@ -93,9 +90,8 @@ class CoordinatorClient:
             raise
 
     def send_events(self, records: bytes) -> None:
-        """Queue one step's packed records.  Change the slots before the call: if the batch is
-        dropped, the peers scan this engine's slot table instead.  Without peers nothing is sent,
-        since an engine that joins scans the table."""
+        """Queue one step's packed records, after the slots have changed: if the batch is dropped,
+        and if there are no peers yet, these scan the slot table instead."""
         session = self._session
         if session is not None and not session.has_listeners:
             self._unheard += 1
@@ -178,9 +174,8 @@ class CoordinatorClient:
         return self._usable
 
     def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
-        """Send what other threads have queued so far, in few messages: each message releases the
-        GIL, which a busy scheduler's thread returns late, and this thread has to receive, too.
-        Clears the timers among ``readable``."""
+        """Send what other threads have queued so far, in few messages: each one releases the GIL,
+        which a busy thread returns late.  Clears the timers among ``readable``."""
         for timer in (self._wake_now, self._wake_later):
             if timer in readable:
                 with contextlib.suppress(BlockingIOError):

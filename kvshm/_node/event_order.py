@@ -60,7 +60,7 @@ class EventOrder:
 
     @property
     def full(self) -> bool:
-        """Whether so many events wait that ``take_updates`` should be called now."""
+        """Whether ``take_updates`` should be called now, because many events wait."""
         return self._bytes > MAX_KEPT_BYTES
 
     def take_updates(self) -> list[Update]:

@@ -19,7 +19,7 @@ from kvshm._base.fingerprint import (
 from kvshm._base.log import engine_name
 from kvshm._base.log_format import quote
 from kvshm._base.log_lines import FilledLine
-from kvshm._shm.error_log import TEXT_BYTES
+from kvshm._shm.error_log import TEXT_BYTES, ErrorCode, LoggedError
 
 from .protocol import IncompatibleEngine
 
@@ -29,10 +29,6 @@ VALUE_CHARACTERS = 64
 ENOUGH_CHARACTERS = 12
 """Of a value: it is cut no further for the names of other fields that differ."""
 NOT_GIVEN = "(none)"
-REFUSED = "refused: "
-"""How the slot table's error log begins an entry about a refusal by the coordinator."""
-NO_BIT = "no lease bit is free, so more of its copies are discarded: use several namespaces"
-"""The entry of an engine that has joined as one too many."""
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
@@ -44,23 +40,21 @@ def log_line(other: IncompatibleEngine) -> FilledLine:
     return CoreLine.INCOMPATIBLE.fill(who, reason(other, LINE_CHARACTERS))
 
 
-def error_log_entry(other: IncompatibleEngine) -> str:
-    """Return the reason as an entry of the slot table's error log, which ``kvshm dump``
-    shows."""
-    head = _head(other.name)
-    return head + reason(other, TEXT_BYTES - len(head))
+def record(other: IncompatibleEngine) -> tuple[str, str, str]:
+    """Return what the slot table's error log keeps of an incompatible engine (the parts of
+    ``ErrorCode.CANNOT_SHARE``), short enough for it."""
+    name = quote(other.name)
+    room = TEXT_BYTES - len(ErrorCode.CANNOT_SHARE.text(name, "", ""))
+    field, _, values = reason(other, room + len(" ")).partition(" ")
+    return name, field, values
 
 
-def differing_field(entry: str, other: str) -> str | None:
-    """Return the first differing field that an entry of ``error_log_entry`` has, if it is about an
-    engine with the name ``other``; None for another entry."""
-    head = _head(other)
-    return entry[len(head) :].partition(" is ")[0] if entry.startswith(head) else None
-
-
-def _head(name: str) -> str:
-    """How an entry about an engine begins.  Quoted, because a name may hold what follows it."""
-    return f"cannot share with {quote(name)}: "
+def differing_field(error: LoggedError, other: str) -> str | None:
+    """Return the first differing field of an error that is about an engine with the name
+    ``other``; None of another error."""
+    if error.code is not ErrorCode.CANNOT_SHARE or error.about[:1] != (quote(other),):
+        return None
+    return error.about[1] if len(error.about) > 1 else ""
 
 
 def reason(other: IncompatibleEngine, size: int) -> str:

@@ -59,11 +59,9 @@ class CleanupResult:
 def clear(
     run_dir: Path, namespace: str, *, dry_run: bool = False, patience: float = CLEANUP_SECONDS
 ) -> CleanupResult:
-    """Remove the files of dead processes in a namespace that no coordinator serves.
-
-    Blocks for ``patience`` seconds at most while another process cleans up.  The caller has checked
-    ``run_dir`` (open_run_directory).  Raises KvshmError or OSError.
-    """
+    """Remove the files of dead processes in a namespace that no coordinator serves.  Blocks for
+    ``patience`` seconds at most while another process cleans up.  The caller has checked
+    ``run_dir`` (open_run_directory).  Raises KvshmError or OSError."""
     found = CleanupResult()
     with cleanup_lock(run_dir, patience) as alone:
         if not alone:

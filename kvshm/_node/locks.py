@@ -29,10 +29,8 @@ _HOLDER_BYTES = 32
 
 def take_lock(path: Path) -> int:
     """Take the lock, creating its file; return the descriptor, which holds the lock while open.
-
-    Raises AlreadyRunning, naming the holder, or RunDirectoryError.  The holder may remove the
-    file: this function never takes the lock of a file that has lost its name.
-    """
+    Raises AlreadyRunning, naming the holder, or RunDirectoryError.  The holder may remove the file:
+    this function never takes the lock of a file that has lost its name."""
     while True:
         try:
             fd = os.open(path, _FLAGS, 0o600)
@@ -55,10 +53,8 @@ def take_lock(path: Path) -> int:
 @contextmanager
 def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[bool]:
     """Hold the run directory's lock: only one process at a time cleans up, and none while a
-    coordinator takes its locks.  Yields False if ``patience`` seconds were not enough.
-
-    Raises RunDirectoryError if the directory cannot be opened (any more).
-    """
+    coordinator takes its locks.  Yields False if ``patience`` seconds were not enough.  Raises
+    RunDirectoryError if the directory cannot be opened (any more)."""
     try:
         fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES
-from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.slot_table import PeerSlotTable, SlotTableView
 from kvshm.errors import CorruptSegment, ProtocolError, StaleAttachment
 
 from .protocol import EngineInfo
@@ -15,11 +15,9 @@ from .protocol import EngineInfo
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Another engine in one epoch, attached for as long as this object exists.
-
-    Its table stays mapped until the last plan that holds the peer is gone.  The client's thread
-    changes ``dead``, the scheduler's thread the fields after it.
-    """
+    """Another engine in one epoch, attached for as long as this object exists.  Its table stays
+    mapped until the last plan that holds the peer is gone.  The client's thread changes ``dead``,
+    the scheduler's thread the fields after it."""
 
     info: EngineInfo
     table: PeerSlotTable
@@ -51,17 +49,20 @@ class PlannedRun(NamedTuple):
         return len(self.records) // RECORD_BYTES
 
 
+def differs(table: SlotTableView, info: EngineInfo) -> str:
+    """Say how a table differs from its engine's description.  Empty if it does not."""
+    described = (info.epoch, info.num_blocks, len(info.ranks), info.fingerprint)
+    found = (table.epoch, table.num_blocks, table.num_ranks, table.fingerprint)
+    if described == found:
+        return ""
+    what = "its slot table (epoch, blocks, ranks, fingerprint)"
+    return f"{what} is {found}, it says {described}"
+
+
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:
     """Raise unless the table is as the roster describes it."""
-    if table.epoch != info.epoch:
-        raise StaleAttachment(
-            f"its table is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"
-        )
-    said = (info.num_blocks, len(info.ranks), info.fingerprint)
-    found = (table.num_blocks, table.num_ranks, table.fingerprint)
-    if said != found:
-        raise CorruptSegment(
-            f"its table (blocks, ranks, fingerprint) is {found}, the roster says {said}"
-        )
+    if difference := differs(table, info):
+        stale = table.epoch != info.epoch
+        raise (StaleAttachment if stale else CorruptSegment)(difference)
     if not NO_LEASE_BIT <= info.lease_bit < NUM_LEASE_BITS:
         raise ProtocolError(f"the roster gives it lease bit {info.lease_bit}")

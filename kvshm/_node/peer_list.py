@@ -50,7 +50,8 @@ class PeerList:
         """Replace the list.  Never raises: without it ranks attach on first use."""
         # The fingerprint's fields are long, and ranks do not need them.
         slim = [msgspec.structs.replace(info, fields={}) for info in peers]
-        self._content, self._written = msgspec.msgpack.encode(slim), False
+        self._content = msgspec.msgpack.encode(slim)
+        self._written = False
         self.write_again()
 
     def write_again(self) -> None:
@@ -75,7 +76,8 @@ class PeerList:
 
     def end(self) -> None:
         """Remove the list for good.  Any thread."""
-        self._ended, self._content = True, b""
+        self._ended = True
+        self._content = b""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

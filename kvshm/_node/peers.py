@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Epoch, LeaseBit
 from kvshm._base.log import LogLimit, engine_name, logger
-from kvshm._base.timing import TIMING, RetryPause, Timing
+from kvshm._base.timing import TIMING, Timing
 from kvshm._replica.index import Replica, StaleRecords
 from kvshm._shm.layout import RECORD_BYTES, RowState
 from kvshm._shm.slot_table import PeerSlotTable
@@ -32,11 +32,12 @@ from kvshm._shm.statistics import (
 )
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 
-from .handout import Handouts
+from .attach_queue import AttachQueue
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
 from .scan_queue import ScanQueue
+from .segment_server import SegmentClient
 
 log = logger(__name__)
 
@@ -67,29 +68,25 @@ class PeersStats(NamedTuple):
 
 
 class Peers:
-    """The other engines of one fingerprint, and the replica of their blocks.
-
-    The sections below name the thread of each method.  Only methods of the client's thread open
-    or read tables, and none raises because of a peer or the network.
-    """
+    """The other engines of one fingerprint, and the replica of their blocks.  The sections below
+    name the thread of each method.  Only methods of the client's thread open or read tables, and
+    none raises because of a peer or the network."""
 
     def __init__(
         self,
         namespace: str,
         engine: str,
         epoch: Epoch,
-        handouts: Handouts,
+        segments: SegmentClient,
         clock: Callable[[], float] = time.monotonic,
         listed: PeerList | None = None,
         timing: Timing = TIMING,
     ) -> None:
-        """Create the replica of engine ``engine`` in its own ``epoch``.
-
-        ``handouts``: fetches the peers' tables.  ``clock`` gives seconds.  ``listed``: the list
-        that names the peers to the own ranks.  Raises SegmentTooSmall.
-        """
+        """Create the replica of engine ``engine`` in its own ``epoch``.  ``segments``: fetches the
+        peers' tables.  ``clock`` gives seconds.  ``listed``: the list that names the peers to the
+        own ranks.  Raises SegmentTooSmall."""
         self._epoch = epoch
-        self._handouts = handouts
+        self._segments = segments
         self._clock = clock
         self._timing = timing
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
@@ -99,12 +96,8 @@ class Peers:
         """Engines that the coordinator suspects, attached or not.  The client's thread only."""
         self._view = _NO_PEERS
         self._peer_list = listed
-        self._retries: dict[int, tuple[EngineInfo, RetryPause]] = {}
-        """Engines that could not be attached, by epoch.  The client's thread only."""
+        self._attach_queue = AttachQueue(clock, timing)  # the client's thread only
         self.scan_queue = ScanQueue(clock, timing)  # the client's thread only
-        self._no_attach_until = 0.0
-        """No peer is attached before this time, because the coordinator has just not answered: a
-        thread that waits for the coordinator sends no heartbeats."""
         self._last_pause_end = 0.0
         """When the last pause of any peer ends.  The scheduler's thread only."""
         self._log_limit = LogLimit(math.inf, clock)
@@ -139,7 +132,7 @@ class Peers:
         """Drop an engine that is gone; return its name for the log.  Plans keep its table."""
         who = peer.info.log_name if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
-        self._retries.pop(epoch, None)
+        self._attach_queue.remove(epoch)
         self._suspected.discard(epoch)
         return who
 
@@ -178,13 +171,13 @@ class Peers:
         that are not suspected.  About once a second."""
         if self._peer_list is not None:
             self._peer_list.write_again()
-        for info in [info for info, pause in self._retries.values() if pause.over]:
+        for info in self._attach_queue.due():
             if info.epoch not in self._suspected and self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
     def will_try_again(self, epoch: int) -> bool:
         """Whether an engine could not be attached, and may be later."""
-        return epoch in self._retries and epoch not in self._suspected
+        return epoch in self._attach_queue and epoch not in self._suspected
 
     def look_for_deaths(self) -> None:
         """Offer no blocks of dead engines any more.  About once a second, with or without a
@@ -222,8 +215,8 @@ class Peers:
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int = 0, scale: int = 1
     ) -> list[PlannedRun]:
         """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
-        that usable peers seem to hold, from as few peers as possible.  ``scale``: ``hashes`` has so
-        many hashes for each block, the last of which is the block's.  Changes nothing."""
+        that usable peers seem to hold, from as few peers as possible.  ``scale``: hashes
+        for each block, the last of which is the block's.  Changes nothing."""
         view = self._view
         mask = view.mask
         while mask:
@@ -351,20 +344,20 @@ class Peers:
     def _attach(self, info: EngineInfo) -> bool:
         if self._closed:
             return False
-        if self._clock() < self._no_attach_until:
-            self._try_later(info)
+        if self._attach_queue.is_closed:
+            self._attach_queue.add(info)
             return False
         try:
-            table = self._handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
+            table = self._segments.roster_table(info.epoch, info.num_blocks, len(info.ranks))
             check_table(table, info)
             epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
             if isinstance(exc, SegmentNotReady):
-                self._no_attach_until = self._clock() + self._timing.handout_pause_seconds
+                self._attach_queue.close_for_a_while()
             self._leave_out(info, exc)
             return False
-        self._retries.pop(info.epoch, None)
+        self._attach_queue.remove(info.epoch)
         self._peers[info.epoch] = Peer(info, table, row)
         self._update_view()
         self._write_list()
@@ -376,16 +369,11 @@ class Peers:
 
     def _leave_out(self, info: EngineInfo, reason: Exception) -> None:
         if isinstance(reason, SegmentNotFound):  # it has left, or has begun another epoch
-            self._retries.pop(info.epoch, None)
+            self._attach_queue.remove(info.epoch)
             log.line(CoreLine.PEER_EPOCH_ENDED, info.log_name, reason)
             return
-        self._try_later(info)
+        self._attach_queue.add(info)
         self._warn_once(CoreLine.PEER_LEFT_OUT, info, reason)
-
-    def _try_later(self, info: EngineInfo) -> None:
-        _, pause = self._retries.get(info.epoch, (info, RetryPause(self._clock, self._timing)))
-        pause.tried()
-        self._retries[info.epoch] = info, pause
 
     def _warn_once(self, line: CoreLine, info: EngineInfo, reason: Exception) -> None:
         """Log a line once for each engine."""

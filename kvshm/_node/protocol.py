@@ -111,7 +111,7 @@ class ForeignEngine(msgspec.Struct, frozen=True):
 
 class ForeignJoin(msgspec.Struct, frozen=True, tag_field="type", tag="join"):
     """The fields of a Join that are the same in every version of the protocol.  Refused is the same
-    in every version, too, so that an engine of another version can be told why it is refused."""
+    in every version, too, so that an engine of another version learns why it is refused."""
 
     protocol: int
     engine: ForeignEngine

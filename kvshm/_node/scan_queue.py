@@ -13,8 +13,7 @@ from kvshm._base.ids import Epoch
 from kvshm._base.timing import TIMING, Timing
 
 BURST_SCANS = 8
-"""Scans of one table without a pause: after a restart of the coordinator an engine that joins has
-published blocks since, so that its table is scanned for each join."""
+"""Scans of one table without a pause: a restart of the coordinator needs one for each join."""
 
 
 class ScanQueue:

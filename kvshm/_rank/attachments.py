@@ -1,12 +1,8 @@
 """The peers that one rank has attached: their slot tables and their memory, by epoch.
 
-To attach a peer, a rank asks the peer's process, and hangs if that process hangs.  So each attach
-has a thread of its own: loads from other peers go on meanwhile, and a failure is remembered for a
-while.  An attach takes many thread switches in two busy processes, so a rank attaches a peer when
-the peer joins (kvshm/_node/peer_list.py), and for a load only if that has not happened yet.
-
-A rank watches the peers it has attached, with or without a coordinator: their processes by the
-pulses in the slot table, their memory through the transport.
+A peer's process may hang while it is attached, so each attach has a thread of its own.  A rank
+attaches a peer when the peer joins (kvshm/_node/peer_list.py), since an attach takes many thread
+switches in two busy processes, and for a load only if that has not happened yet.
 """
 
 from __future__ import annotations
@@ -22,9 +18,9 @@ from kvshm._base.ids import Epoch, LeaseBit, Rank
 from kvshm._base.log import LogLimit, engine_name, logger
 from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import Piece
-from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
 from kvshm._node.protocol import EngineInfo
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from kvshm.interfaces import Attachment, MemoryDescriptor, SupportsThreads, Transport
@@ -36,8 +32,9 @@ log = logger(__name__)
 FAILED_SECONDS = 10.0
 """Pause before a peer that could not be attached is asked again."""
 ATTACH_WAIT_SECONDS = 1.0
-"""How long loads wait for an attach, which then goes on without them.  So a peer that hangs holds
-up one request of an engine for this time, not every request until the socket times out."""
+"""How long loads wait for an attach, which then goes on without them."""
+TIDY_SECONDS = 1.0
+"""How often a rank looks for peers that have ended and for new ones."""
 MAX_ATTACHING = 2
 """Peers that are attached at the same time ahead of loads."""
 MAX_TRIES = 3
@@ -46,11 +43,8 @@ MAX_TRIES = 3
 
 @dataclass
 class PeerMemory:
-    """One epoch of a peer as this rank sees it: the slot table and the memory of the same rank.
-
-    Table and memory are always of one epoch (``attach`` refuses anything else), so that a
-    generation in the table holds for the bytes in the mapping.
-    """
+    """A peer's slot table and the memory of the same rank, of one epoch: so a generation in the
+    table holds for the bytes in the mapping."""
 
     table: PeerSlotTable
     memory: Attachment
@@ -68,11 +62,13 @@ class PeerMemory:
 
 
 class _PeerListState:
-    """A list of peers and its entries.  Another thread replaces both together."""
+    """A list of peers, its entries and what was tried.  Another thread replaces all together."""
 
     def __init__(self, reader: PeerListReader | None) -> None:
         self.reader = reader
         self.listed: dict[Epoch, EngineInfo] = {}
+        self.tries: dict[Epoch, int] = {}
+        """Attaches of listed peers, ahead of loads."""
 
 
 class AttachmentCache:
@@ -83,12 +79,12 @@ class AttachmentCache:
         self,
         transport: Transport,
         rank: Rank,
-        handouts: Handouts,
+        segments: SegmentClient,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
         self.rank = rank
-        self._handouts = handouts
+        self._segments = segments
         self._clock = clock
         self._lock = threading.Lock()
         self._peers: dict[Epoch, PeerMemory] = {}
@@ -98,7 +94,6 @@ class AttachmentCache:
         self._closed = False
         self._pinned: list[Collection[Epoch]] = []
         self._peer_list = _PeerListState(None)
-        self._tries: dict[Epoch, int] = {}
         self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
         ranks open the epoch, with their first step."""
@@ -123,12 +118,9 @@ class AttachmentCache:
 
     def find(self, piece: Piece) -> PeerMemory | None:
         """Return a piece's peer, or None while the peer is being attached; the first call begins
-        that.
-
-        Raises TransportError if the peer has died, or could not be attached within the last
+        that.  Raises TransportError if the peer has died, or could not be attached within the last
         FAILED_SECONDS, and StillAttaching if the attach takes too long or cannot begin, and if the
-        peer's rank serves no memory: not yet, or no more.
-        """
+        peer's rank serves no memory: not yet, or no more."""
         with self._lock:
             peer = self._peers.get(piece.peer_epoch)
             if peer is not None:
@@ -167,7 +159,7 @@ class AttachmentCache:
         news = followed.reader.read_new() if followed.reader is not None else None
         if news is not None:
             followed.listed = {Epoch(info.epoch): info for info in news}
-            self._tries = {e: n for e, n in self._tries.items() if e in followed.listed}
+            followed.tries = {e: n for e, n in followed.tries.items() if e in followed.listed}
             self._close_early(followed.listed)
         if followed is not self._peer_list:
             return  # the list's epoch has ended meanwhile
@@ -176,12 +168,12 @@ class AttachmentCache:
                 if len(self._attaching) >= MAX_ATTACHING or self._closed:
                     return
                 known = epoch in self._peers or epoch in self._attaching or epoch in self._failed
-                early, tries = self._early.get(epoch), self._tries.get(epoch, 0)
+                early, tries = self._early.get(epoch), followed.tries.get(epoch, 0)
                 if known or info.imports_only or tries >= MAX_TRIES:
                     continue
                 if early is not None and early.life(self.rank) != epoch:
                     continue
-                self._tries[epoch] = tries + 1
+                followed.tries[epoch] = tries + 1
                 self._begin_attach(epoch, [rank.memory for rank in info.ranks])
 
     # -- attaching
@@ -222,7 +214,7 @@ class AttachmentCache:
         with self._lock:
             table = self._early.pop(epoch, None)
         if table is None:
-            table = self._handouts.peer_table(epoch)
+            table = self._segments.peer_table(epoch)
         try:
             if self.rank >= min(len(memory), table.num_ranks):
                 raise TransportError(f"peer {epoch:016x} has no rank {self.rank}")
@@ -233,7 +225,7 @@ class AttachmentCache:
             raise
         with self._lock:
             self._early[epoch] = table
-            self._tries.pop(epoch, None)
+            self._peer_list.tries.pop(epoch, None)
         return None
 
     def _close_early(self, listed: Collection[Epoch]) -> None:
@@ -256,7 +248,7 @@ class AttachmentCache:
                 peer.table.release(LeaseBit(bit), piece.records, piece.taken)
                 return
         who = self.name_of(piece.peer_epoch)
-        args = self._handouts, piece, LeaseBit(bit), who, self.log_limit
+        args = self._segments, piece, LeaseBit(bit), who, self.log_limit
         start_thread(
             threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True)
         )
@@ -289,6 +281,29 @@ class AttachmentCache:
         self._close_early(())
 
 
+class Tidying:
+    """Once in TIDY_SECONDS, busy or not: unmap peers that have ended, attach new ones."""
+
+    def __init__(self, attachments: AttachmentCache, clock: Callable[[], float]) -> None:
+        self._attachments = attachments
+        self._clock = clock
+        self._due_at = clock() + TIDY_SECONDS
+
+    def go_on(self, in_use: Callable[[], Collection[Epoch]]) -> None:
+        """Tidy if it is due; the peers ``in_use`` stay.  On the load thread.  Never raises:
+        without this thread every later load would wait for ever."""
+        now = self._clock()
+        if now < self._due_at:
+            return
+        self._due_at = now + TIDY_SECONDS
+        try:
+            self._attachments.unmap_ended(in_use())
+            self._attachments.attach_listed()
+        except Exception:  # any: the load thread must not end
+            if self._attachments.log_limit.allows(CoreLine.TIDY_FAILED):
+                log.line(CoreLine.TIDY_FAILED, exc_info=True)
+
+
 def _close_all(peers: list[PeerMemory]) -> None:
     """Close each peer, even if closing another one raises."""
     with ExitStack() as closing:
@@ -297,11 +312,11 @@ def _close_all(peers: list[PeerMemory]) -> None:
 
 
 def _release(
-    handouts: Handouts, piece: Piece, bit: LeaseBit, who: str, log_limit: LogLimit
+    segments: SegmentClient, piece: Piece, bit: LeaseBit, who: str, log_limit: LogLimit
 ) -> None:
     """Runs on a thread of its own.  A failure costs the exporter at most one drain budget."""
     try:
-        table = handouts.peer_table(piece.peer_epoch)
+        table = segments.peer_table(piece.peer_epoch)
     except SegmentNotFound:
         return
     except KvshmError as exc:

@@ -11,7 +11,7 @@ from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import Rank
 from kvshm._base.log import logger
 from kvshm._base.rundir import rank_socket
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm.config import Config
 from kvshm.interfaces import Region, TransportClass
 
@@ -29,11 +29,8 @@ def open_rank(
     regions: Sequence[Region],
 ) -> RankHalf:
     """Return the half of rank ``rank``, whose KV blocks lie in ``regions`` of ``memory``.
-
-    ``transport``: its class; ``memory``: what that class takes.
-    Raises TransportError, leaving nothing open, if the memory cannot be shared, or if no thread or
-    descriptor is left.
-    """
+    ``transport``: its class; ``memory``: what that class takes.  Raises TransportError, leaving
+    nothing open, if the memory cannot be shared, or if no thread or descriptor is left."""
     if config.fault is not None:
         log.line(CoreLine.FAULT_SET, config.fault)
     socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)
@@ -47,8 +44,8 @@ def open_rank(
         **{name: getattr(config, name) for name in wanted},
     )
     try:
-        handouts = Handouts(run_dir, config.namespace)
-        return RankHalf(opened, Rank(rank), handouts, verify=config.verify)
+        segments = SegmentClient(run_dir, config.namespace)
+        return RankHalf(opened, Rank(rank), segments, verify=config.verify)
     except BaseException:
         opened.close()
         raise

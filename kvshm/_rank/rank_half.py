@@ -20,22 +20,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvshm._base.core_lines import CoreLine
 from kvshm._base.forks import guard_forks
 from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
 from kvshm._base.log import logger
 from kvshm._base.log_format import forget_own_epoch, note_own_epoch
 from kvshm._base.resources import start_thread
 from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
-from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm._shm.progress import FIRST_LOAD_THREAD
 from kvshm._shm.statistics import HOOKS, LOADS_STARTED, LOADS_TOO_LATE
 from kvshm.errors import KvshmError, MemoryInUse
 from kvshm.interfaces import SupportsLaunchedWork, SupportsThreads, SupportsWithdraw, Transport
 
-from .attachments import AttachmentCache
+from .attachments import TIDY_SECONDS, AttachmentCache, Tidying
 from .optional_calls import call_optional
 from .rank_load import RankLoad
 
@@ -45,15 +44,13 @@ POLL_SECONDS = 0.0002
 """Between two polls of copies under way; much shorter than a scheduler step."""
 STEP_POLL_SECONDS = 0.00005
 """Between two polls while a step waits; copies by a device do not notify when they end."""
-TIDY_SECONDS = 1.0
-"""How often a rank looks for peers that have ended and for new ones."""
 CLOSE_SECONDS = 5.0
 UNMAP_POLL_SECONDS = 0.01
 """Between two looks whether peers have unmapped own memory, which takes them a second or two."""
 STUCK_SECONDS = 30.0
 """How long a step waits for a cancelled copy that may still write into the KV cache."""
 _CLOSE, _LOOK = "close", "look"
-"""What the load thread is told besides loads."""
+"""What the load thread gets besides loads."""
 MAX_COUNTED_SECONDS = 0.1
 """Of a longer pause between two polls of such a copy only so much counts."""
 
@@ -65,26 +62,24 @@ class RankHalf:
         self,
         transport: Transport,
         rank: Rank,
-        handouts: Handouts,
+        segments: SegmentClient,
         *,
         verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``handouts``: where the own table and those of peers are fetched.  Raises
+        """``segments``: where the own table and those of peers are fetched.  Raises
         TransportError if no thread can be started."""
-        self._handouts = handouts
+        self._segments = segments
         self.transport = transport
         """The memory behind it."""
-        self._rank = rank
-        self._loop = FIRST_LOAD_THREAD + rank
         self._verify = verify
         self._clock = clock
         self.failed = ""
         """Why ``open_epoch`` failed; empty if it succeeded."""
         self.table: RankSlotTable | None = None
         """The engine's own slot table, mapped by this rank; None outside an epoch."""
-        self._attachments = AttachmentCache(transport, rank, handouts, clock)
-        self._tidy_at = clock() + TIDY_SECONDS
+        self._attachments = AttachmentCache(transport, rank, segments, clock)
+        self._tidying = Tidying(self._attachments, clock)
         # Not a SimpleQueue: a thread that is held up while it calls SimpleQueue.get with a timeout
         # may wait for ever (CPython 3.11), and a load under way then never ends.
         self._loads: queue.Queue[RankLoad | str] = queue.Queue()
@@ -114,18 +109,18 @@ class RankHalf:
         try:
             self.table = self._export(epoch)
         except Exception as exc:  # any; raised again
-            self.failed = f"rank {self._rank} cannot export: {exc}"
+            self.failed = f"rank {self._attachments.rank} cannot export: {exc}"
             raise
         self.failed = ""
         note_own_epoch(epoch)
-        self._attachments.follow(PeerListReader(self._handouts.peers_file(epoch)))
+        self._attachments.follow(PeerListReader(self._segments.peers_file(epoch)))
 
     def _export(self, epoch: Epoch) -> RankSlotTable:
-        table = self._handouts.rank_table(epoch)
+        table = self._segments.rank_table(epoch)
         try:
-            table.begin_pulse(self._rank)
+            table.begin_pulse(self._attachments.rank)
             self.transport.export(epoch)
-            table.set_life(self._rank)
+            table.set_life(self._attachments.rank)
         except BaseException:
             table.close()
             raise
@@ -133,22 +128,19 @@ class RankHalf:
 
     def end_epoch(self) -> None:
         """Zero the rank's life word, before own memory is freed, remapped or given new meaning.
-
-        Loads under way begin no further copy and deliver nothing.  The old table stays mapped
-        until the loads that use it have ended.
-        """
+        Loads under way begin no further copy and deliver nothing."""
         table, self.table = self.table, None
         self._attachments.follow(None)
         if table is not None:
             forget_own_epoch(table.epoch)
-            table.end_life(self._rank)
+            table.end_life(self._attachments.rank)
 
     def withdraw(self) -> None:
         """Zero the rank's life word now: no lease on own blocks succeeds any more, and loads under
         way deliver nothing.  ``end_epoch`` has to follow on the serving thread.  Any thread."""
         if (table := self.table) is not None:
             with suppress(KvshmError, ValueError):  # its epoch has just ended
-                table.end_life(self._rank)
+                table.end_life(self._attachments.rank)
 
     def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
@@ -166,7 +158,7 @@ class RankHalf:
         self._loads.put(new)
         self._unreported += 1
         self._show_pending()
-        if self._rank == 0 and table is not None:
+        if self._attachments.rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
 
     def _launched_work(self) -> object | None:
@@ -201,7 +193,7 @@ class RankHalf:
         """
         table = self.table
         launched = self._launched_work()
-        if self._rank == 0 and table is not None:
+        if self._attachments.rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
         ongoing = [
@@ -229,7 +221,11 @@ class RankHalf:
                 self._abandon(load)
                 reports.append(load.failed_report(LoadFailure.TOO_LATE))
                 self._loads.put(load)  # the load thread releases the leases after the copies
-        if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
+        if (
+            self._attachments.rank == 0
+            and table is not None
+            and (late := sum(_is_late(r) for r in reports))
+        ):
             table.counters.add(LOADS_TOO_LATE, late)
         return reports
 
@@ -273,9 +269,9 @@ class RankHalf:
             if waited >= STUCK_SECONDS:
                 self.end_epoch()
                 raise MemoryInUse(
-                    f"rank {self._rank}: a copy from another engine's cache has not ended "
-                    f"{STUCK_SECONDS:g} s after it was cancelled and may still write into this "
-                    "one's: the engine cannot go on"
+                    f"rank {self._attachments.rank}: a copy from another engine's cache has not "
+                    f"ended {STUCK_SECONDS:g} s after it was cancelled and may still write into "
+                    "this one's: the engine cannot go on"
                 )
             time.sleep(STEP_POLL_SECONDS)
 
@@ -309,7 +305,7 @@ class RankHalf:
         if table is None or not self._verify or not blocks:
             return
         for block, checksum in zip(blocks, self.transport.checksum(blocks), strict=True):
-            table.set_checksum(self._rank, block, checksum)
+            table.set_checksum(self._attachments.rank, block, checksum)
 
     def close(self) -> None:
         """End the epoch, let copies under way end, unmap the peers, close the transport.  Does
@@ -323,9 +319,15 @@ class RankHalf:
 
     def forget_in_child(self) -> None:
         """Memory and epoch belong to the parent (kvshm/_base/forks.py)."""
-        self._inherited, self.table = True, None
+        self._inherited = True
+        self.table = None
 
     # -- the load thread
+
+    @property
+    def _loop(self) -> int:
+        """The load thread's number among the engine's loops."""
+        return FIRST_LOAD_THREAD + self._attachments.rank
 
     def _start_thread(self) -> threading.Thread:
         """Start the load thread, with the loads that one before it has not ended."""
@@ -357,7 +359,7 @@ class RankHalf:
         ended = [load for load in active if load.advance()]
         active = [load for load in active if load not in ended]
         self._reports.extend(load.report for load in ended if not load.abandoned)
-        self._tidy(active)
+        self._tidying.go_on(lambda: {epoch for load in active for epoch in load.peers})
         return active
 
     def _arrived(self, pause: float) -> list[RankLoad | str]:
@@ -378,20 +380,6 @@ class RankHalf:
         if (table := self.table) is not None:
             with suppress(KvshmError, ValueError):  # its epoch has just ended
                 table.loops.went_round(self._loop)
-
-    def _tidy(self, active: list[RankLoad]) -> None:
-        """Once in TIDY_SECONDS, busy or not: unmap peers that have ended, attach new ones.  Never
-        raises: without the load thread every later load would wait for ever."""
-        now = self._clock()
-        if now < self._tidy_at:
-            return
-        self._tidy_at = now + TIDY_SECONDS
-        try:
-            self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
-            self._attachments.attach_listed()
-        except Exception:  # any: the load thread must not end
-            if self._attachments.log_limit.allows(CoreLine.TIDY_FAILED):
-                log.line(CoreLine.TIDY_FAILED, exc_info=True)
 
 
 def _is_late(report: LoadReport) -> bool:

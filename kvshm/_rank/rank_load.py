@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from kvshm._base.copy_path import CopyPath
@@ -21,13 +21,13 @@ from kvshm._base.log import logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._engine.load_plan import (
     NO_TICKET,
-    CopyTimes,
     LoadFailure,
     LoadOrder,
     LoadReport,
     Piece,
     PieceFailure,
 )
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.layout import RECORD_BYTES, block_ids
 from kvshm._shm.own_slot_table import RankSlotTable
 from kvshm._shm.statistics import (
@@ -42,6 +42,7 @@ from kvshm.errors import KvshmError, StillAttaching
 from kvshm.interfaces import Attachment, Copy, CopyState, SupportsAfter, SupportsWhenEnded
 
 from .attachments import AttachmentCache, PeerMemory
+from .copy_timer import CopyTimer
 from .optional_calls import call_optional
 
 log = logger(__name__)
@@ -57,6 +58,14 @@ class _Part:
     failure: LoadFailure | None = None
     tells: bool = False
     """Whether the copy tells of its end."""
+
+
+@dataclass
+class _Rejected:
+    """What of a load may not be used."""
+
+    targets: list[BlockId]
+    failures: list[PieceFailure] = field(default_factory=list)
 
 
 class RankLoad:
@@ -81,28 +90,25 @@ class RankLoad:
         by any thread when a copy has ended, if the transport can tell."""
         self._load = load
         self._attachments = attachments
-        self._rank = attachments.rank
         self._table = table
         self._verify = verify
-        self._until = until
-        self._clock, self._wall_clock = clock, wall_clock
+        self._timer = CopyTimer(clock, wall_clock, until)
         self._launched = launched
         self._wake = wake
-        self._begun_at = self._copied_at = 0.0
-        self._queued = False
-        """Whether another load was copying when its copies began, so that they cannot be timed."""
         self.abandoned = False
         """Whether the load was reported as lost before its copies had ended."""
         self._parts = [_Part(piece) for piece in load.pieces]
-        self._failures: list[PieceFailure] = []
-        self._bad: list[BlockId] = list(load.lost)
+        self._rejected = _Rejected([*load.lost])
         self._discarded = False
         self._released = False
         self._cancelled = False
         self._taken = threading.Lock()
-        self.peers = frozenset(piece.peer_epoch for piece in load.pieces)
-        """Epochs whose attachments this load needs until it has ended."""
         self.report = LoadReport(load.load_id, ())
+
+    @property
+    def peers(self) -> frozenset[Epoch]:
+        """Epochs whose attachments this load needs until it has ended."""
+        return frozenset(piece.peer_epoch for piece in self._load.pieces)
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting.  Returns whether the load has ended;
@@ -111,7 +117,7 @@ class RankLoad:
             if self._pending():
                 return False
             self._attachments.copying.discard(self)
-            self._copied_at = self._clock()
+            self._timer.copied()
             if not self._discarded:
                 for part in self._parts:
                     self._decide(part)
@@ -121,13 +127,18 @@ class RankLoad:
             return False  # its copies may still write: the next call polls them again
         if self._discarded:
             self.report = self.failed_report(LoadFailure.COPY_FAILED)
-        elif any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
+        elif any(failure.reason is LoadFailure.TOO_LATE for failure in self._rejected.failures):
             self.report = self.failed_report(LoadFailure.TOO_LATE)
         else:
-            load_id, bad = self._load.load_id, tuple(dict.fromkeys(self._bad))
-            paths = tuple(_path(part) for part in self._parts)
-            about = tuple(self._failures), self._elapsed(), paths, self._times()
-            self.report = LoadReport(load_id, bad, *about)
+            timer = self._timer
+            self.report = LoadReport(
+                self._load.load_id,
+                tuple(dict.fromkeys(self._rejected.targets)),
+                tuple(self._rejected.failures),
+                timer.elapsed,
+                tuple(_path(part) for part in self._parts),
+                timer.times,
+            )
         return True
 
     @property
@@ -136,16 +147,6 @@ class RankLoad:
         under way whose transport tells of no end."""
         untold = [part for part in self._parts if not part.tells]
         return self._discarded or any(p.copy is not None or p.failure is None for p in untold)
-
-    def _times(self) -> CopyTimes | None:
-        if not (self._begun_at and self._copied_at):
-            return None
-        since = self._wall_clock() - self._clock()
-        return CopyTimes(self._begun_at + since, self._copied_at + since, self._clock() + since)
-
-    def _elapsed(self) -> float:
-        """Seconds since the first of its copies began; 0 before, and if they were queued."""
-        return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
 
     def take(self) -> bool:
         """Whether the caller is to call ``advance``: nobody has asked before.  Any thread."""
@@ -185,8 +186,8 @@ class RankLoad:
         has the time the load has taken so far, so that the estimate for the next load grows."""
         failures = tuple(PieceFailure(piece.peer_epoch, reason, b"") for piece in self._load.pieces)
         bad = self._load.targets + self._load.lost
-        times = self._times()
-        return LoadReport(self._load.load_id, bad, failures, self._elapsed(), times=times)
+        elapsed, times = self._timer.elapsed, self._timer.times
+        return LoadReport(self._load.load_id, bad, failures, elapsed, times=times)
 
     def _pending(self) -> bool:
         """Whether a peer is being attached or a copy may still write."""
@@ -213,16 +214,15 @@ class RankLoad:
         try:
             part.peer = self._attachments.find(part.piece)
             if part.peer is None:
-                at_once = self._until is not None
+                at_once = self._timer.until is not None
                 part.failure = LoadFailure.NOT_ATTACHED if at_once else None
                 return at_once
-            if not self._in_time():  # nothing was copied, so the report has no time of a copy
+            if not self._timer.in_time():  # nothing was copied, so the report has no time of a copy
                 part.failure = LoadFailure.TOO_LATE
                 return True
-            if not self._begun_at:
-                self._queued = bool(self._attachments.copying)
+            if not self._timer.begun_at:
+                self._timer.begin(queued=bool(self._attachments.copying))
                 self._attachments.copying.add(self)
-                self._begun_at = self._clock()
             sync_point(SyncPoint.COPY_BEGINS)
             part.copy = self._begin_copy(part.peer.memory, part.piece)
             self._ask_for_end(part, part.copy)
@@ -235,7 +235,7 @@ class RankLoad:
     def _begin_copy(self, memory: Attachment, piece: Piece) -> Copy:
         source, keep_going = (
             block_ids(piece.records),
-            None if self._until is None else self._in_time,
+            None if self._timer.until is None else self._timer.in_time,
         )
         if self._launched is None:
             return memory.begin_copy(source, piece.targets, keep_going)
@@ -255,9 +255,6 @@ class RankLoad:
         if not call_optional(copy, SupportsWhenEnded.when_ended, ended).worked:
             part.tells = False
 
-    def _in_time(self) -> bool:
-        return self._until is None or self._clock() < self._until
-
     def _discard_all(self, exc: Exception) -> None:
         """Deliver nothing of this load.  The problem is logged once per load."""
         if not self._discarded:
@@ -271,14 +268,17 @@ class RankLoad:
             self._reject(piece, places, part.failure or LoadFailure.UNREACHABLE)
             return
         if self._cancelled or self.abandoned or part.copy.poll() is not CopyState.DONE:
-            reason = LoadFailure.COPY_FAILED if self._in_time() else LoadFailure.TOO_LATE
+            reason = LoadFailure.COPY_FAILED if self._timer.in_time() else LoadFailure.TOO_LATE
             self._reject(piece, places, LoadFailure.CANCELLED if self._cancelled else reason)
             return
         sync_point(SyncPoint.COPIED)
         wanted = []
         if self._verify:  # before the re-check, so that it covers the checksums too
-            wanted = [part.peer.table.checksum(self._rank, s) for s in block_ids(piece.records)]
-        good = part.peer.table.recheck(self._rank, piece.records)
+            wanted = [
+                part.peer.table.checksum(self._attachments.rank, s)
+                for s in block_ids(piece.records)
+            ]
+        good = part.peer.table.recheck(self._attachments.rank, piece.records)
         if self._own_epoch_ended():
             self._reject(piece, places, LoadFailure.OWN_RESET)
             return
@@ -305,18 +305,22 @@ class RankLoad:
             self._log_problem(CoreLine.MISMATCH, block, key, of=piece.peer_epoch)
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
-                self._table.set_checksum(self._rank, target, checksum)
+                self._table.set_checksum(self._attachments.rank, target, checksum)
 
     def _own_epoch_ended(self) -> bool:
         table = self._table
-        return table is None or table.epoch != self._load.epoch or not table.is_alive(self._rank)
+        return (
+            table is None
+            or table.epoch != self._load.epoch
+            or not table.is_alive(self._attachments.rank)
+        )
 
     def _reject(self, piece: Piece, bad: Sequence[int], reason: LoadFailure) -> None:
         """``bad``: places of blocks in the piece."""
         size = RECORD_BYTES
-        self._bad += [piece.targets[i] for i in bad]
+        self._rejected.targets += [piece.targets[i] for i in bad]
         records = b"".join(piece.records[i * size : (i + 1) * size] for i in bad)
-        self._failures.append(PieceFailure(piece.peer_epoch, reason, records))
+        self._rejected.failures.append(PieceFailure(piece.peer_epoch, reason, records))
         self._count(DISCARDED, len(bad))
 
     def _release(self) -> None:
@@ -359,7 +363,8 @@ class RankLoad:
             log.line(line, *full, *about, exc_info=_unforeseen(about))
         with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:
-                self._table.log_error(str(line.fill(*short, *about)))
+                text = str(line.fill(*short, *about))
+                self._table.log_error(text, code=ErrorCode.LOAD_FAILED)
 
 
 def _unforeseen(about: Iterable[object]) -> Exception | None:

@@ -73,11 +73,9 @@ class StaleRecords(NamedTuple):
 
 
 class Replica(ReplicaReader):
-    """The replica as its owner writes it.
-
-    A lock lets one thread write at a time; lookups take no lock.  After ``close`` writes are
-    dropped without an error, since the threads of an engine end independently.
-    """
+    """The replica as its owner writes it.  A lock lets one thread write at a time; lookups take no
+    lock.  After ``close`` writes are dropped without an error, since the threads of an engine end
+    independently."""
 
     stale_records: deque[StaleRecords]
     """Records given to ``forget`` that the writer has yet to remove.  They leave the queue after
@@ -96,10 +94,8 @@ class Replica(ReplicaReader):
 
     @classmethod
     def create(cls, namespace: str, engine: str | int, epoch: Epoch, capacity: int) -> Replica:
-        """Create an empty replica for ``capacity`` entries, rounded up to a power of two.
-
-        Raises SegmentTooSmall.
-        """
+        """Create an empty replica for ``capacity`` entries, rounded up to a power of two.  Raises
+        SegmentTooSmall."""
         header = Header(INDEX_MAGIC, INDEX_HEADER_BYTES, epoch, os.getpid())
         name = str(SegmentName(namespace, INDEX_KIND, str(engine), epoch))
         rounded = 1 << (max(capacity, MIN_CAPACITY) - 1).bit_length()
@@ -113,10 +109,8 @@ class Replica(ReplicaReader):
     # -- rows
 
     def add_row(self, epoch: Epoch, name: str, num_blocks: int, lease_bit: LeaseBit) -> int:
-        """Add a live row for another engine and return the row's number.
-
-        Raises IndexFull if all rows are taken or there is no memory, SegmentError after ``close``.
-        """
+        """Add a live row for another engine and return the row's number.  Raises IndexFull if all
+        rows are taken or there is no memory, SegmentError after ``close``."""
         with self._exclusive():
             row = next((r for r in range(NUM_ROWS) if r not in self._tombstones), None)
             if row is None:
@@ -149,13 +143,10 @@ class Replica(ReplicaReader):
     # -- entries
 
     def apply(self, row: int, records: bytes) -> ApplyResult:
-        """Apply an ordered batch of one engine's events.
-
-        Events that are not newer than the tombstones are ignored, and so are events of an unknown
-        row.  A full index grows; if it cannot, publishes are refused.  Raises IndexError for a
-        block that the engine does not have and ValueError for an incomplete record, both before
-        anything is applied.
-        """
+        """Apply an ordered batch of one engine's events.  Events that are not newer than the
+        tombstones are ignored, and so are events of an unknown row.  A full index grows; if it
+        cannot, publishes are refused.  Raises IndexError for a block that the engine does not have
+        and ValueError for an incomplete record, both before anything is applied."""
         return self.apply_all([(row, records)])
 
     def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> ApplyResult:
@@ -175,11 +166,9 @@ class Replica(ReplicaReader):
         return applied._replace(ignored=applied.ignored + unknown // RECORD_BYTES)
 
     def forget(self, row: int, epoch: Epoch, records: bytes) -> None:
-        """Remove packed records that a lease or copy showed to be stale, as if their retracts
-        (lost or still on their way) had arrived; unless another engine has the row by now.
-
-        Never waits: if another thread is writing, that thread removes them before it returns.
-        """
+        """Remove packed records that a lease or copy showed to be stale, as if their retracts (lost
+        or still on their way) had arrived; unless another engine has the row by now.  Never waits:
+        if another thread is writing, that thread removes them before it returns."""
         self.stale_records.append(StaleRecords(row, epoch, records))
         self._run_pending()
 
@@ -192,12 +181,10 @@ class Replica(ReplicaReader):
             return bytes(heard)
 
     def resync(self, row: int, before: bytes, scanned: bytes) -> ApplyResult:
-        """Make a row agree with a scan of its engine's table.
-
-        A block that is published in ``before`` and missing in the scan has left READY, since words
-        change before events are sent: its entry is removed, unless a newer event has arrived
-        meanwhile.  Raises as ``apply`` does.
-        """
+        """Make a row agree with a scan of its engine's table.  A block that is published in
+        ``before`` and missing in the scan has left READY, since words change before events are
+        sent: its entry is removed, unless a newer event has arrived meanwhile.  Raises as ``apply``
+        does."""
         return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
     def close(self) -> None:

@@ -27,12 +27,10 @@ _WORD = (1 << 64) - 1
 
 
 def violations(buffer: memoryview) -> list[str]:
-    """Return the violations, as ``place: violation`` each.  The invariants:
-
-    Each used entry is counted once in the header and once in its row.  It names a block that its
-    row has, and no other entry of the row names that block.  A search from the home of its tag
-    meets no free entry before it.  Rows have different epochs.  The sequence is even.
-    """
+    """Return the violations, as ``place: violation`` each.  The invariants:  Each used entry is
+    counted once in the header and once in its row.  It names a block that its row has, and no other
+    entry of the row names that block.  A search from the home of its tag meets no free entry before
+    it.  Rows have different epochs.  The sequence is even."""
     used = dict(used_entries(buffer))
     taken = {row.row: row for row in rows(buffer)}
     wrong = _miscounted(buffer, used.values(), taken)

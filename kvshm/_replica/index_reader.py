@@ -38,10 +38,8 @@ class ReplicaReader:
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
         """Map a replica from a descriptor, which is closed.  An owner that needs a larger replica
-        creates another segment.  ``name``: for messages.
-
-        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
-        """
+        creates another segment.  ``name``: for messages.  Raises SegmentNotReady, VersionMismatch,
+        CorruptSegment or SegmentError."""
         segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
         reader = ReplicaReader(segment)
         try:
@@ -88,7 +86,7 @@ class ReplicaReader:
         row and packed block records in the order of the prefix.  An empty list if the first block
         is missing.
 
-        ``scale``: ``hashes`` has so many hashes for each block, the last of which is the block's.
+        ``scale``: hashes for each block, the last of which is the block's.
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """
         buffer = self._segment.buffer

@@ -39,9 +39,7 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Bytes of memory that this process can take without the kernel killing a process.
-
-    ``cgroups``: where they are mounted.  A file that cannot be read limits nothing.
-    """
+    ``cgroups``: where they are mounted.  A file that cannot be read limits nothing."""
     groups = (_available_in(group, names) for group, names in _groups(proc, cgroups))
     return min([_available_on_machine(proc), *groups])
 
@@ -58,10 +56,8 @@ def check_available(
 
 
 def reserve(fd: int, nbytes: int, available: Callable[[], int] = available_bytes) -> None:
-    """Allocate all pages of a file now, so that no later access can fail (SIGBUS).
-
-    Raises OSError; its ``strerror`` says why.  In steps: other processes may take memory meanwhile.
-    """
+    """Allocate all pages of a file now, so that no later access can fail (SIGBUS).  Raises OSError;
+    its ``strerror`` says why.  In steps: other processes may take memory meanwhile."""
     for start in range(0, nbytes, _STEP):
         check_available(nbytes, start, available)
         os.posix_fallocate(fd, start, min(_STEP, nbytes - start))

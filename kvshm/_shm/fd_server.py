@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -32,9 +32,8 @@ from .fds import (
 
 MAX_CLIENTS = 64
 MAX_KEPT = 1024
-"""Most connections left open after their reply; less if the process may have fewer than
-LIMIT_SHARE times as many descriptors.  Beyond that the server closes the oldest connection of the
-peer that has most; that peer will ask again."""
+"""Most connections left open after their reply, if the process may have LIMIT_SHARE times as many
+descriptors."""
 LIMIT_SHARE = 8
 MIN_KEPT = 32
 """Connections left open even with few descriptors: about as many as there are lease bits."""
@@ -42,10 +41,9 @@ CHECK_SECONDS = 2.0
 """How often a server checks that its socket is still at its path."""
 _log = logger(__name__)
 
-RequestHandler = Callable[[bytes], tuple[bytes, list[int]]]
-"""Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps the
-descriptors: the server only sends them.  If it raises, the peer sees the connection close without
-a reply."""
+RequestHandler = Callable[[bytes], tuple[bytes, Sequence[int]]]
+"""Request -> (reply, descriptors), which stay its own.  Runs on the server's thread and must not
+block.  If it raises, the peer gets no reply."""
 
 
 def _max_kept() -> int:
@@ -84,6 +82,51 @@ def _listen(path: str) -> tuple[socket.socket, FileId | None]:
     return listener, own
 
 
+class _Clients:
+    """The connections of a server: those that have yet to ask, and those that stay."""
+
+    def __init__(self, timeout: float, max_kept: int | None) -> None:
+        self._timeout = timeout
+        self._max_kept = max_kept
+        self.deadlines: dict[socket.socket, float] = {}
+        """Until when each has to ask."""
+        self.kept: dict[socket.socket, int] = {}
+        """Their pids, in the order of their answers."""
+
+    def add(self, client: socket.socket) -> socket.socket | None:
+        """Wait for the request of a client.  Returns the one that waits longest if there are too
+        many: the caller removes it."""
+        many = len(self.deadlines) >= MAX_CLIENTS
+        longest = next(iter(self.deadlines)) if many else None
+        self.deadlines[client] = time.monotonic() + self._timeout
+        return longest
+
+    def silent(self, now: float) -> list[socket.socket]:
+        """Return those that have not asked in time."""
+        return [client for client, deadline in self.deadlines.items() if deadline <= now]
+
+    def answered(self, client: socket.socket) -> Iterator[socket.socket]:
+        """Keep a client.  Yields those that are too many: the caller removes each."""
+        del self.deadlines[client]
+        self.kept[client] = peer_credentials(client).pid  # 0 for all peers of other containers
+        most = _max_kept() if self._max_kept is None else self._max_kept
+        while len(self.kept) > most:
+            [(greediest, _)] = Counter(self.kept.values()).most_common(1)
+            yield next(kept for kept, pid in self.kept.items() if pid == greediest)
+
+    def remove(self, client: socket.socket) -> None:
+        """The client is about to be closed."""
+        self.deadlines.pop(client, None)
+        self.kept.pop(client, None)
+
+    def close(self) -> None:
+        """Close all."""
+        for client in (*self.deadlines, *self.kept):
+            client.close()
+        self.deadlines.clear()
+        self.kept.clear()
+
+
 class FdServer:
     """Answers ``fetch`` at ``path`` on a daemon thread of its own until ``close``.
 
@@ -108,10 +151,7 @@ class FdServer:
         self.path = os.fspath(path)
         self._answer = answer
         self._sent = sent
-        self._client_timeout = client_timeout
-        self._max_kept = max_kept
-        self._deadlines: dict[socket.socket, float] = {}
-        self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
+        self._clients = _Clients(client_timeout, max_kept)
         self._log_limit = LogLimit()
         self._listener_limit = LogLimit(math.inf)  # until the socket is made again
         self._closed = False
@@ -139,7 +179,7 @@ class FdServer:
     def connections(self) -> int:
         """How many peers are connected: those that wait for an answer, and those that have one and
         stay.  Any thread."""
-        return len(self._deadlines) + len(self._kept)
+        return len(self._clients.deadlines) + len(self._clients.kept)
 
     def close(self) -> None:
         """Stop answering and remove the socket.  Idempotent; waits for the reply under way."""
@@ -156,11 +196,9 @@ class FdServer:
             remove_own(self.path, self._own)
 
     def _close_sockets(self) -> None:
-        clients = (*self._deadlines, *self._kept)
-        for opened in (self._listener, self._waker, self._woken, *clients):
+        for opened in (self._listener, self._waker, self._woken):
             opened.close()
-        self._deadlines.clear()
-        self._kept.clear()
+        self._clients.close()
 
     def forget_in_child(self) -> None:
         """In a forked child, which has no server thread: close the inherited sockets, so that they
@@ -171,23 +209,24 @@ class FdServer:
     # -- on the server's thread
 
     def _serve(self) -> None:
+        clients = self._clients
         while not self._closed:
             for key, _ in self._selector.select(self._select_timeout()):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._deadlines:
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in clients.deadlines:
                     self._reply(key.fileobj)
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._kept:
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in clients.kept:
                     self._drop(key.fileobj)  # it closed, or sent more than one request
             now = time.monotonic()
             if now >= self._next_check:
                 self._next_check = now + CHECK_SECONDS
                 self._restore()
-            for client in [c for c, deadline in self._deadlines.items() if deadline <= now]:
+            for client in clients.silent(now):
                 self._drop(client)
 
     def _select_timeout(self) -> float:
-        until = min(self._deadlines.values(), default=self._next_check)
+        until = min(self._clients.deadlines.values(), default=self._next_check)
         return max(0.0, min(until, self._next_check) - time.monotonic())
 
     def _restore(self) -> None:
@@ -225,10 +264,9 @@ class FdServer:
                 _log.line(CoreLine.FOREIGN_USER, uid, self.path)
             client.close()
             return
-        if len(self._deadlines) >= MAX_CLIENTS:
-            self._drop(next(iter(self._deadlines)))
+        if (longest := self._clients.add(client)) is not None:
+            self._drop(longest)
         client.setblocking(False)
-        self._deadlines[client] = time.monotonic() + self._client_timeout
         self._selector.register(client, selectors.EVENT_READ)
 
     def _reply(self, client: socket.socket) -> None:
@@ -241,7 +279,8 @@ class FdServer:
                     socket.send_fds(client, [reply], fds)
                 finally:
                     self._sent()
-                self._keep(client)
+                for excess in self._clients.answered(client):
+                    self._drop(excess)
                 return
         except OSError as exc:
             _log.line(CoreLine.PEER_HUNG_UP, self.path, exc)
@@ -251,16 +290,7 @@ class FdServer:
                 _log.line(CoreLine.REQUEST_FAILED, self.path, exc_info=True)
         self._drop(client)
 
-    def _keep(self, client: socket.socket) -> None:
-        del self._deadlines[client]
-        self._kept[client] = peer_credentials(client).pid  # 0 for all peers of other containers
-        most = _max_kept() if self._max_kept is None else self._max_kept
-        while len(self._kept) > most:
-            [(greediest, _)] = Counter(self._kept.values()).most_common(1)
-            self._drop(next(kept for kept, pid in self._kept.items() if pid == greediest))
-
     def _drop(self, client: socket.socket) -> None:
         self._selector.unregister(client)
-        self._deadlines.pop(client, None)
-        self._kept.pop(client, None)
+        self._clients.remove(client)
         client.close()

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import NamedTuple
 
 from kvshm._base.forks import close_in_children
 from kvshm._base.rundir import path_too_long
-from kvshm.errors import TransportError
+from kvshm.errors import KvshmError, TransportError
 
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
@@ -81,9 +83,9 @@ def is_served(path: str | Path) -> bool:
 
 
 def sibling_socket(own_path: str | Path, name: str) -> str:
-    """The path of socket ``name`` of a peer, in the directory of the own socket.  Peers are told
-    the name only: other containers may see the shared directory at another path.  TransportError
-    if ``name`` is not a file name."""
+    """Return the path of socket ``name`` of a peer, in the directory of the own socket: other
+    containers may see that directory at another path.  Raises TransportError if ``name`` is not a
+    file name."""
     if not name or os.path.basename(name) != name:
         raise TransportError(f"{name!r} is not the name of a socket in the run directory")
     return os.path.join(os.path.dirname(own_path), name)
@@ -135,12 +137,10 @@ def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
 
 
 def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list[int]]:
-    """Send ``request`` to the FdServer at ``path``; return its reply and descriptors.
-
-    Blocks, each step for at most ``timeout`` seconds.  The descriptors are close-on-exec; the
-    caller closes them.  Raises TransportError: no such socket, no listener, another user's socket,
-    no reply in time, truncated reply.  No descriptor stays open after an error.
-    """
+    """Send ``request`` to the FdServer at ``path``; return its reply and descriptors.  Blocks, each
+    step for at most ``timeout`` seconds.  The descriptors are close-on-exec; the caller closes
+    them.  Raises TransportError: no such socket, no listener, another user's socket, no reply in
+    time, truncated reply.  No descriptor stays open after an error."""
     reply, fds, connection = fetch_keep_open(path, request, timeout)
     connection.close()
     return reply, fds
@@ -159,9 +159,8 @@ def peer_has_closed(connection: socket.socket) -> bool:
 def fetch_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
-    """The same as ``fetch``, and also return the connection, which the caller closes; in a forked
-    child it is closed by itself.
-    ``peer_has_closed`` tells when the owner closes it; owners of older versions do so at once."""
+    """Do the same as ``fetch``, and also return the connection, which the caller closes; in a
+    forked child it is closed by itself.  ``peer_has_closed`` tells when the owner closes it."""
     name = os.fspath(path)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
@@ -189,3 +188,22 @@ def _what_failed(exc: OSError, timeout: float) -> str:
     if isinstance(exc, ConnectionRefusedError):
         return "nobody listens: its owner has died"
     return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)
+
+
+def check_sealed(fd: int, what: str, largest: int | None, error: type[KvshmError]) -> int:
+    """Return the size of received memory.  Raises ``error`` unless it is memory of this user, of at
+    most ``largest`` bytes, that cannot shrink and has all its pages, so that reads never fault."""
+    try:  # before the size, which counts only if it is sealed
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        sealed = 0  # no memfd
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise error(f"{what} is not memory of uid {os.geteuid()}")
+    if not sealed:
+        raise error(f"{what} may be cut short by its owner: it is not sealed")
+    if largest is not None and found.st_size > largest:
+        raise error(f"{what} has {found.st_size} bytes, at most {largest} were expected")
+    if (existing := found.st_blocks * 512) < found.st_size:
+        raise error(f"{what} has {found.st_size} bytes, but only {existing} of them exist")
+    return found.st_size

@@ -27,8 +27,8 @@ Slot table: one per exporting engine and epoch
     192   | life u64 x 64: epoch while that rank's KV memory is valid       |
     704   | engine name, 64 bytes of UTF-8, zero padded                     |
     768   | model name, 256 bytes of UTF-8, zero padded                     |
-    1024  | counters u64 x 128 (ids: kvshm/_shm/statistics.py)                |
-    2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
+    1024  | counters u64 x 128 (ids: kvshm/_shm/statistics.py)              |
+    2048  | error log: 16 x (n u32, code u32, first u64, last u64, 104 text)|
     4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
     6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
     6664  | reserved                                                        |
@@ -128,7 +128,7 @@ from typing import NamedTuple, cast
 
 from kvshm._base.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -300,9 +300,7 @@ def digest(of: Mapping[str, int]) -> int:
 
 def check_layout(native: int) -> None:
     """Compare the digest of the layout that the native module was built with to this module's.
-
-    ``kvshm._native`` calls it during its import, so it cannot be skipped.  Raises ImportError.
-    """
+    ``kvshm._native`` calls it during its import, so it cannot be skipped.  Raises ImportError."""
     if native != digest(numbers()):
         raise ImportError(
             f"kvshm._native was built with another layout than that of {__file__}: "

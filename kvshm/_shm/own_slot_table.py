@@ -18,6 +18,7 @@ from kvshm._base.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, R
 from kvshm.errors import SegmentError
 
 from .counters import Counters
+from .error_log import ErrorCode
 from .histograms import Histograms
 from .layout import (
     CREATED_OFFSET,
@@ -136,9 +137,10 @@ class EngineSlotTable(SlotTableView):
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
 
-    def log_error(self, text: str) -> None:
-        """Record an error for tools, which can read it even after this process has ended."""
-        self._errors.add(text, self._clock())
+    def log_error(self, *about: str, code: ErrorCode = ErrorCode.OTHER) -> None:
+        """Record an error for tools, which can read it even after this process has ended.
+        ``about``: what the places of the code's text stand for."""
+        self._errors.add(code, about, self._clock())
 
     def close(self) -> None:
         self._pulse = None
@@ -172,11 +174,8 @@ class RankSlotTable(EngineSlotTable):
 
 
 class OwnSlotTable(EngineSlotTable):
-    """The engine's own slot table, for its scheduler: the exporter's operations.
-
-    Single-threaded, except for what the client's thread writes: ``beat``, counters, errors and the
-    lease bit.
-    """
+    """The engine's own slot table, for its scheduler: the exporter's operations.  Single-threaded,
+    except for what the client's thread writes: ``beat``, counters, errors and the lease bit."""
 
     _next_ticket = 0
     from_fd = None  # type: ignore[assignment]
@@ -191,10 +190,8 @@ class OwnSlotTable(EngineSlotTable):
     def create(
         cls, spec: TableSpec, epoch: Epoch, pid: int | None = None, clock: Clock = time.time_ns
     ) -> Self:
-        """Create the table of a new epoch: every slot EMPTY, every life word 0.
-
-        ``pid``: the owner's pid, for people (default: this process).  Raises SegmentTooSmall.
-        """
+        """Create the table of a new epoch: every slot EMPTY, every life word 0.  ``pid``: the
+        owner's pid, for people (default: this process).  Raises SegmentTooSmall."""
         name = str(SegmentName(spec.namespace, TABLE_KIND, spec.engine, epoch))
         segment = Segment.create(name, spec.nbytes)
         spec.write(segment, clock())
@@ -207,11 +204,9 @@ class OwnSlotTable(EngineSlotTable):
 
     def publish(self, records: bytes, parents: bytes) -> bytes:
         """Make blocks readable by other engines.  ``parents``: for each block the first 8 bytes of
-        the hash of the block before it; 0 for the first block of a chain.
-
-        Returns the records of the blocks that are READY now, with their generations: the event to
-        send.  A slot that is not EMPTY is not changed.
-        """
+        the hash of the block before it; 0 for the first block of a chain.  Returns the records of
+        the blocks that are READY now, with their generations: the event to send.  A slot that is
+        not EMPTY is not changed."""
         return _native.publish(self._segment.buffer, records, parents, self._age_ms())
 
     def publish_marked(
@@ -225,11 +220,9 @@ class OwnSlotTable(EngineSlotTable):
         return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.offset)
 
     def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
-        """Withdraw blocks: none of them can be leased from then on.
-
-        Returns the event to send (RETRACT records of the blocks that were READY) and the blocks
-        that are still leased; all others may be reused at once.
-        """
+        """Withdraw blocks: none of them can be leased from then on.  Returns the event to send
+        (RETRACT records of the blocks that were READY) and the blocks that are still leased; all
+        others may be reused at once."""
         return _native.retract(self._segment.buffer, blocks)
 
     def retract_marked(
@@ -246,10 +239,8 @@ class OwnSlotTable(EngineSlotTable):
         return _native.drain(self._segment.buffer, blocks, slow)
 
     def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
-        """Free retracted blocks even if they are leased; all may be reused afterwards.
-
-        Returns how many were still draining, and the lease bits that were overridden, as a mask.
-        """
+        """Free retracted blocks even if they are leased; all may be reused afterwards.  Returns how
+        many were still draining, and the lease bits that were overridden, as a mask."""
         return _native.force(self._segment.buffer, blocks)
 
     def reset(self) -> int:
@@ -337,12 +328,10 @@ class OwnSlotTable(EngineSlotTable):
         return PeerSlotTable(self._segment, self._header)
 
     def take_ticket(self, ranks: int) -> int | None:
-        """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.
-
-        A ticket is a word of the header that counts the ranks still at work on one load.  Returns
-        its number, or None if all are in use.  Tickets are used in turn, so that a freed ticket is
-        not reused at once.
-        """
+        """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.  A
+        ticket is a word of the header that counts the ranks still at work on one load.  Returns its
+        number, or None if all are in use.  Tickets are used in turn, so that a freed ticket is not
+        reused at once."""
         if not 0 < ranks <= MAX_RANKS:
             raise ValueError(f"a load of {ranks} ranks")
         first = self._next_ticket

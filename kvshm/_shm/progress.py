@@ -2,7 +2,7 @@
 
 A process that lives and answers may still be stuck.  Each loop therefore writes when it last went
 round, and how much work waits for it, into the engine's slot table; and the offset of its clock,
-because who reads it may be in another time namespace.
+because a reader may be in another time namespace.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOP = struct.Struct("<QQq")
 assert _LOOP.size == LOOP_BYTES
 
 
-class Progress(NamedTuple):
+class LoopProgress(NamedTuple):
     """How far one loop is."""
 
     loop: str
@@ -53,14 +53,14 @@ class Progress(NamedTuple):
     """Of its process (kvshm/_base/time_namespace.py); None: not known."""
 
 
-def read_progress(segment: Segment, num_ranks: int) -> list[Progress]:
+def read_progress(segment: Segment, num_ranks: int) -> list[LoopProgress]:
     """The loops of an engine."""
     found = []
     for loop in range(FIRST_LOAD_THREAD + num_ranks):
         at = LOOPS_OFFSET + LOOP_BYTES * loop
         pending, last_ns, offset = _LOOP.unpack_from(segment.buffer, at)
         known = None if offset == UNKNOWN else offset
-        found.append(Progress(_name(loop), pending, last_ns, loop == SCHEDULER, known))
+        found.append(LoopProgress(_name(loop), pending, last_ns, loop == SCHEDULER, known))
     return found
 
 
@@ -75,7 +75,8 @@ class OwnProgress:
     ) -> None:
         """``clock``: nanoseconds of CLOCK_MONOTONIC; ``clock_offset``: of this process."""
         self._segment = segment
-        self._clock, self._clock_offset = clock, clock_offset
+        self._clock = clock
+        self._clock_offset = clock_offset
         self._noted: dict[int, int] = {}
         """By loop: when the offset was last written."""
 

@@ -2,7 +2,7 @@
 
 A segment is a memfd.  It has no name that another process could open, take or remove; its pages
 are freed with the last process that has it; its seals keep all processes, the owner included, from
-shrinking it.  Only a process that gets its descriptor (kvshm/_node/handout.py) can map it.
+shrinking it.  Only a process that gets its descriptor (kvshm/_node/segment_server.py) can map it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from kvshm.errors import (
 )
 
 from .available_memory import reserve
+from .fds import check_sealed
 from .layout import LAYOUT_VERSION, PID_OFFSET, PREFIX_BYTES, VERSION_OFFSET
 
 TABLE_KIND = "slots"
@@ -75,27 +75,6 @@ def _closing_on_error(fd: int, failed: str) -> Iterator[None]:
         raise
 
 
-def check_sealed(fd: int, name: str, largest: int) -> int:
-    """Return the size of a received segment.  Raises SegmentError unless it is memory of this user
-    that cannot shrink and has all its pages, so that reads never fault."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise SegmentError(f"{name} is not memory of uid {os.geteuid()}")
-    try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError:
-        sealed = 0
-    if not sealed:
-        raise SegmentError(f"{name} may be cut short by whoever made it: it is not sealed")
-    if found.st_size > largest:
-        raise SegmentError(f"{name} has {found.st_size} bytes, at most {largest} were expected")
-    if found.st_blocks * 512 < found.st_size:
-        raise SegmentError(
-            f"{name} has {found.st_size} bytes, but only {found.st_blocks * 512} of them exist"
-        )
-    return found.st_size
-
-
 class Segment:
     """One mapped segment.  ``buffer`` is the whole mapping; ``close`` unmaps it."""
 
@@ -122,12 +101,10 @@ class Segment:
     @classmethod
     def from_fd(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
         """Map a segment from a descriptor.  The object takes the descriptor over; an error closes
-        it.  ``largest``: most bytes that the segment may have.
-
-        Raises SegmentNotReady (not filled yet) or SegmentError.
-        """
+        it.  ``largest``: most bytes that the segment may have.  Raises SegmentNotReady (not filled
+        yet) or SegmentError."""
         with _closing_on_error(fd, f"{name} cannot be mapped"):
-            nbytes = check_sealed(fd, name, largest)
+            nbytes = check_sealed(fd, name, largest, SegmentError)
             if nbytes < PREFIX_BYTES:
                 raise SegmentNotReady(f"{name} has {nbytes} bytes: its owner is creating it")
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -197,11 +174,8 @@ class Header(NamedTuple):
 
 
 def write_header(segment: Segment, header: Header) -> None:
-    """Fill the common prefix and make the segment valid for other processes.
-
-    Call it after everything else is written: the layout version is written last, with release
-    order.
-    """
+    """Fill the common prefix and make the segment valid for other processes.  Call it after
+    everything else is written: the layout version is written last, with release order."""
     buffer, (magic, header_bytes, epoch, pid) = segment.buffer, header
     _PREFIX.pack_into(buffer, 0, magic, 0, header_bytes, buffer.nbytes, epoch, pid)
     # SYNC POINT: from here on other processes treat the segment as complete
@@ -209,10 +183,8 @@ def write_header(segment: Segment, header: Header) -> None:
 
 
 def check_header(segment: Segment, magic: bytes) -> Header:
-    """Return the header of a mapped segment.
-
-    Raises SegmentNotReady, VersionMismatch or CorruptSegment.
-    """
+    """Return the header of a mapped segment.  Raises SegmentNotReady, VersionMismatch or
+    CorruptSegment."""
     name, buffer = segment.name, segment.buffer
     # acquire: the rest of the header is read after the version, which was written last
     version = _native.load(buffer, VERSION_OFFSET) & 0xFFFFFFFF

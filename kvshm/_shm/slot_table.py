@@ -49,8 +49,7 @@ _SCAN_BATCH = 4096
 _STABLE_READS = 8
 """How often one slot is read until two reads in a row agree."""
 LEASE_SECONDS = 10
-"""For how long after a lease its table says that a lease may be in force.  Most are released within
-a fraction of a second; a block whose lease lasts longer is handed out like any other."""
+"""For how long after a lease its table says that a lease may be in force."""
 _SLOT = struct.Struct("<Q32sQIIII")
 assert _SLOT.size == SLOT_BYTES
 
@@ -79,11 +78,9 @@ def state_of(word: int) -> int:
 
 
 class SlotTableView(TableHeader):
-    """Reads a slot table, as tools may.  Lock-free between processes; no call blocks.
-
-    All methods raise CorruptSegment if the table contradicts itself, IndexError for blocks,
-    ranks and lease bits that do not exist, SegmentError once the table is closed.
-    """
+    """Reads a slot table, as tools may.  Lock-free between processes; no call blocks.  All methods
+    raise CorruptSegment if the table contradicts itself, IndexError for blocks, ranks and lease
+    bits that do not exist, SegmentError once the table is closed."""
 
     WRITABLE: ClassVar[bool] = False
     """Whether this role maps the table writable."""
@@ -92,9 +89,7 @@ class SlotTableView(TableHeader):
     def from_fd(cls, name: str, fd: int, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
         """Map the table that ``fd`` describes.  Closes ``fd``, or with ``keep`` keeps it open for
         ``descriptor``.  ``name``: for messages; ``largest``: most bytes that the table may have.
-
-        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
-        """
+        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError."""
         segment = Segment.from_fd(name, fd, cls.WRITABLE, largest)
         if not keep:
             segment.close_descriptor()
@@ -146,12 +141,9 @@ class SlotTableView(TableHeader):
         return self._load(self._checksum_offset(rank, block_id))
 
     def check_integrity(self) -> list[str]:
-        """Return the violations of the table's invariants, as text.
-
-        Invariants: a slot is EMPTY, READY or DRAINING; an EMPTY slot has no leases; life words
-        hold the epoch or 0.  May run while others write: a suspect slot is read again before it is
-        reported.
-        """
+        """Return the violations of the table's invariants, as text.  Invariants: a slot is EMPTY,
+        READY or DRAINING; an EMPTY slot has no leases; life words hold the epoch or 0.  May run
+        while others write: a suspect slot is read again before it is reported."""
         return self._header_violations() + [
             f"slot {block}: {wrong}"
             for block in range(self.num_blocks)
@@ -185,8 +177,8 @@ class SlotTableView(TableHeader):
         return _native.census_add(self._segment.buffer, places, used, number)
 
     def missing_in(self, replica: memoryview, row: int) -> tuple[int, float]:
-        """How many READY blocks the row of another engine's replica lacks, and for how many seconds
-        the oldest of these has been published (0.0: there is none)."""
+        """Return how many READY blocks the row of another engine's replica misses, and for how many
+        seconds the oldest of these has been published (0.0: there is none)."""
         lacking, since_ms = _native.census_missing(self._segment.buffer, replica, row)
         return lacking, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if lacking else 0.0
 
@@ -229,26 +221,22 @@ class PeerSlotTable(SlotTableView):
     WRITABLE = True
 
     def lease(self, bit: LeaseBit, records: bytes) -> tuple[int, bytes]:
-        """Lease the longest prefix of ``records`` whose slots still match the records.
-
-        Returns its length, and one byte per record: 1 if this call took the lease, 0 if the bit
-        was set already or the block was not leased.  With NO_LEASE_BIT no lease is taken and the
-        re-check alone protects the copy; the table may then be mapped read-only.
-        """
+        """Lease the longest prefix of ``records`` whose slots still match the records.  Returns its
+        length, and one byte per record: 1 if this call took the lease, 0 if the bit was set already
+        or the block was not leased.  With NO_LEASE_BIT no lease is taken and the re-check alone
+        protects the copy; the table may then be mapped read-only."""
         if bit >= 0 and records and self.WRITABLE:  # first: no lease is in force while it is 0
             self._keep_until(self._after(self.now, LEASE_SECONDS))
         return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
         """Give back the leases that ``lease`` reported as taken (None: all of the records).
-
-        Returns how many were still held: the exporter may have forced some blocks, that is,
-        reused them in spite of the leases.
-        """
+        Returns how many were still held: the exporter may have forced some blocks, that is, reused
+        them in spite of the leases."""
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
     def hold(self, records: bytes, seconds: float) -> int:
-        """Ask the owner to hand these blocks out last for so long, an hour (MAX_HOLD_SECONDS) at
+        """Ask the owner to hand these blocks out last for a while, an hour (MAX_HOLD_SECONDS) at
         most; a hold that ends later stays.  Counted in whole seconds, rounded up.
 
         A hint, which nobody has to take back: it ends by itself, or when the block is published

@@ -46,7 +46,7 @@ from .layout import (
     TICKETS_OFFSET,
     table_bytes,
 )
-from .progress import Progress, read_progress
+from .progress import LoopProgress, read_progress
 from .segment import Header, Segment
 from .traffic import TrafficValues
 
@@ -68,9 +68,8 @@ def _text(field: bytes) -> str:
 
 
 def seconds_left(until: int, now: int) -> int:
-    """For how long a hold counts that ends ``until``; both in seconds since the table was created,
-    as the slot has them.  0 if it does not count: there is none, it has ended, or the machine's
-    clock was set back."""
+    """Return for how long a hold counts that ends ``until``; both in seconds since the table was
+    created.  0 if there is none, it has ended, or the machine's clock was set back."""
     left = (until - now) % WRAP_SECONDS
     return left if until and left <= MAX_HOLD_SECONDS else 0
 
@@ -86,7 +85,8 @@ class TableHeader:
     def __init__(self, segment: Segment, header: Header) -> None:
         """Take over a segment with a checked common header.  Raises CorruptSegment."""
         self._segment = segment
-        self.name, self.epoch, self.pid = segment.name, header.epoch, header.pid
+        self.epoch = header.epoch
+        self.pid = header.pid
         buffer = segment.buffer
         if header.magic != TABLE_MAGIC or header.header_bytes != TABLE_HEADER_BYTES:
             raise CorruptSegment(f"{self.name} has a header of {header.header_bytes} bytes")
@@ -103,12 +103,18 @@ class TableHeader:
             )
         self.fingerprint = Fingerprint(fingerprint)
         engine, model = NAMES.unpack_from(buffer, ENGINE_NAME_OFFSET)
-        self.engine, self.model = _text(engine), _text(model)
+        self.engine = _text(engine)
+        self.model = _text(model)
         self.created_ns = _native.load(buffer, CREATED_OFFSET)
         self.counters = CounterValues(segment)
         self.histograms = HistogramValues(segment)
         self.traffic = TrafficValues(segment)
         self._errors = ErrorLog(segment)
+
+    @property
+    def name(self) -> str:
+        """Of the segment, for people."""
+        return self._segment.name
 
     @property
     def nbytes(self) -> int:
@@ -132,10 +138,9 @@ class TableHeader:
 
     @property
     def now(self) -> int:
-        """Whole seconds since the table was created, in which holds are counted.  All processes
-        have to read the same clock, also those in containers: the one that people set.  While it is
-        set back behind the table's creation these seconds are negative, that is, close below the
-        wrap: they go on, so that a hold ends."""
+        """Whole seconds since the table was created, in which holds are counted, by the clock that
+        people set: containers have it, too.  While it is set back behind the table's creation they
+        are close below the wrap, and go on, so that a hold ends."""
         return (self._clock() - self.created_ns) // 1_000_000_000 % WRAP_SECONDS
 
     @property
@@ -238,7 +243,7 @@ class TableHeader:
 
     # -- progress
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[LoopProgress]:
         """How far the loops of the engine's processes are."""
         return read_progress(self._segment, self.num_ranks)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .._api.arguments import checked_seconds
 from ..api import MisuseError, Node
 
 Extra = bytes | Mapping[int, bytes]
@@ -36,16 +37,6 @@ def one_group(node: Node) -> Node:
             "are for one group of full attention, so call the Node itself"
         )
     return node
-
-
-def whole(what: str, given: Any, least: int) -> int:
-    """Return a whole number of any kind as an int.  Raises MisuseError."""
-    try:
-        if (number := operator.index(given)) >= least:
-            return number
-    except TypeError:
-        pass
-    raise MisuseError(f"{what} is {given!r}; give a whole number, {least} or more")
 
 
 def listed(
@@ -72,12 +63,8 @@ def truth(value: Any) -> bool:
 
 
 def deadline(timeout: float | None) -> float:
-    """Return when so many seconds are over, on the monotonic clock.  Raises MisuseError."""
-    if timeout is None:
-        return math.inf
-    if not isinstance(timeout, int | float) or math.isnan(timeout):
-        raise MisuseError(f"timeout is {timeout!r}; give seconds")
-    return time.monotonic() + timeout
+    """Return when ``timeout`` seconds are over, on the monotonic clock.  Raises MisuseError."""
+    return math.inf if timeout is None else time.monotonic() + checked_seconds("timeout", timeout)
 
 
 def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, int]]:

@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .._api.arguments import whole
 from ..api import Config, Identity, KvshmError, MisuseError
 from ._rows import Rows, buffer_of
-from ._slots import deadline, whole
+from ._slots import deadline
 
 __all__ = ["KVPipe", "PipeTimeout"]
 
@@ -57,7 +58,10 @@ class KVPipe:
         if (end := whole("end", end, 0)) > 1:
             raise MisuseError(f"end is {end}; give 0 in one process and 1 in the other")
         slots, message_bytes = whole("slots", slots, 1), whole("message_bytes", message_bytes, 1)
-        self._name, self._end, self._slots, self._bytes = name, end, slots, message_bytes
+        self._name = name
+        self._end = end
+        self._slots = slots
+        self._bytes = message_bytes
         settings = {"slots": str(slots)}
         identity = Identity(engine="KV pipe", model=name, weights="none", settings=settings)
         self._rows = Rows(identity, 2 * slots + 1, message_bytes, config)
@@ -65,7 +69,8 @@ class KVPipe:
         self._sent = self._received = 0
         self._all_taken: bool | None = None
         self._closing = False
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
 
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
         """Send a C-contiguous object with the buffer protocol (of a torch tensor, ``.numpy()``), or
@@ -142,9 +147,9 @@ class KVPipe:
         return hashlib.sha256(f"{self._name}\0{end}\0{what}\0{number}".encode()).digest()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Wait until the other end has taken what was sent, for so many seconds, and end the pipe;
-        return whether it has.  What was not taken is lost.  Calls that another thread waits in
-        raise MisuseError, as all later ones.  Idempotent."""
+        """Wait until the other end has taken what was sent, for ``timeout`` seconds, and end the
+        pipe; return whether it has.  What was not taken is lost.  Calls that another thread waits
+        in raise MisuseError, as all later ones.  Idempotent."""
         until = deadline(timeout)
         self._closing = True
         with self._sending, self._receiving:

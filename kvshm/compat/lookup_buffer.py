@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from .._api.arguments import whole
 from ..api import Config, Identity, MisuseError, Node, Reader, prefix_keys
 from ._rows import Rows, buffer_of
 from ._slots import (
@@ -32,7 +33,6 @@ from ._slots import (
     listed,
     one_group,
     region_of_interest,
-    whole,
 )
 from .retrieval import finish
 
@@ -60,11 +60,9 @@ NOTHING = Selected(None, None, None)
 
 
 class LookupBuffer:
-    """Prefixes with their hidden states.  Any thread; ``node`` remains the caller's.
-
-    ``capacity``: prefixes that this process keeps rows of; the oldest makes room.  ``row_bytes``:
-    8, and 4 for each token, and the hidden states; equal in all processes that are to share.
-    """
+    """Prefixes with their hidden states.  Any thread; ``node`` remains the caller's.  ``capacity``:
+    prefixes that this process keeps rows of; the oldest makes room.  ``row_bytes``:  8, and 4 for
+    each token, and the hidden states; equal in all processes that are to share."""
 
     def __init__(
         self,
@@ -76,9 +74,12 @@ class LookupBuffer:
         config: Config | None = None,
     ) -> None:
         capacity, row_bytes = whole("capacity", capacity, 1), whole("row_bytes", row_bytes, 1)
-        self._node, self._block_size, self._config = one_group(node), node.block_size, config
+        self._node = one_group(node)
+        self._block_size = node.block_size
+        self._config = config
         self._model = f"{identity.model} (lookup buffer)"
-        self._row_bytes, self._inbox = row_bytes, capacity
+        self._row_bytes = row_bytes
+        self._inbox = capacity
         engine = f"{identity.engine}, rows of blocks of {node.block_size} tokens"
         who = replace(identity, engine=engine, model=self._model)
         self._rows = Rows(who, capacity + 1, row_bytes, config)
@@ -121,12 +122,11 @@ class LookupBuffer:
         self, tokens: Any, roi: Any, slot_mapping: Any, timeout: float = 0.0
     ) -> Selected:
         """Load the longest prefix of the tokens that ``roi`` marks which another process has, into
-        the slots; wait for all of it for so many seconds.  ``tokens`` None: any prefix that another
-        process has inserted and for which there are slots, without waiting.
+        the slots; wait for all of it for ``timeout`` seconds.  ``tokens`` None: any prefix that
+        another process has inserted and for which there are slots, without waiting.
 
-        The blocks that are loaded into are retracted first.  Whoever inserted the prefix keeps it,
-        so several processes may select it.
-        """
+        The blocks that are loaded into are retracted first.  The process that inserted the prefix
+        keeps it, so several processes may select it."""
         if tokens is None:
             slots = listed("slot_mapping", slot_mapping, SlotMappingError)
             rows = (row for row in self._any_rows() if len(row) <= len(slots))

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .._api.arguments import whole
 from ..api import Config, Identity, Node, join
-from ._slots import Extra, listed, one_group, whole
+from ._slots import Extra, listed, one_group
 from .retrieval import finish
 
 __all__ = ["after_prefill", "before_prefill", "join_cache"]

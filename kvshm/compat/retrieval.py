@@ -48,8 +48,10 @@ class Retrieval:
     """The calls, on one Node."""
 
     def __init__(self, node: Node) -> None:
-        self._node, self._block_size = one_group(node), node.block_size
-        self._lock, self._counts = threading.Lock(), Counter[str]()
+        self._node = one_group(node)
+        self._block_size = node.block_size
+        self._lock = threading.Lock()
+        self._counts = Counter[str]()
 
     def contains(self, tokens: Any, salt: bytes = b"", extra: Extra = b"") -> tuple[Place, ...]:
         """Return where the prefix lies, from its first token on: this engine's own published
@@ -106,7 +108,7 @@ class Retrieval:
 
     def retrieve_batch(
         self,
-        requests: Sequence[tuple[Any, Any, Any]],
+        requests: Iterable[tuple[Any, Any, Any]],
         *,
         salt: bytes = b"",
         extra: Extra = b"",
@@ -211,7 +213,7 @@ class Retrieval:
         self._node.retract([block for _, blocks in runs for block in blocks])
 
     def pin(self, tokens: Any, seconds: float = 60.0, salt: bytes = b"", extra: Extra = b"") -> int:
-        """Ask the owners, this engine included, to hand the prefix's blocks out last for so long,
+        """Ask the owners, this engine included, to hand the prefix's blocks out last for a while,
         an hour at most; return how many tokens were found.  A hint: an owner without other blocks
         takes these.  It ends by itself and cannot be taken back, as it may be others' as well."""
         keys = self._node.keys(listed("tokens", tokens), salt, extra)

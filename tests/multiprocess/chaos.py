@@ -5,10 +5,10 @@
 Toy engines, each with ranks in processes of their own, serve random requests: they publish,
 retract, import and begin new epochs, and compare every byte that they import with what the
 block's hash says.  Meanwhile a schedule (chaos_schedule.py; the same for the same seed) kills and
-stops them, cuts their memory, takes their descriptors and puts strange files in their way.
-Afterwards the node must become whole, pass ``kvshm dump --check``, end in good order and
-leave nothing.  Prints what was found in words, then in one line of JSON; status 1 if a byte was
-wrong, an invariant broken, a bystander ended, or something was left.
+stops them, at sync points too, cuts their memory, takes their descriptors and puts strange files
+in their way.  Afterwards the node must become whole, hold no lease, pass ``kvshm dump --check``,
+end in good order and leave nothing.  Prints what was found in words, then in one line of JSON;
+status 1 if a byte was wrong, an invariant broken, a bystander ended, or something was left.
 
 ``--fault`` (a built-in wrong copy, without verification) and ``--murder`` (one engine is killed
 that the schedule does not know of) show that it can fail.
@@ -26,13 +26,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from kvshm.errors import SegmentError
+
 from .chaos_faults import Faults
-from .chaos_node import ChaosNode, Member
+from .chaos_node import UNANSWERED_SECONDS, ChaosNode, Member
 from .chaos_schedule import WEIGHTS, schedule
+from .processes import start_reaper
 
 LOOK_SECONDS = 0.05
 WHOLE_SECONDS = 90.0
@@ -51,15 +54,18 @@ def main() -> int:
     if unknown := {*options.only, *options.without} - set(WEIGHTS):
         _parser().error(f"no fault is called {', '.join(unknown)}; there are {', '.join(WEIGHTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    start_reaper()
     settings = {"KVSHM_FAULT": options.fault, "KVSHM_VERIFY": "0"} if options.fault else {}
     node = ChaosNode(options.engines, options.ranks, options.seed, **settings)
     faults = Faults(node)
-    try:
+    with ExitStack() as last:
+        last.callback(shutil.rmtree, node.node.run_dir, ignore_errors=True)
+        last.callback(node.processes.reap)
+        last.callback(_kill_ranks, node)
+        last.callback(faults.undo, everything=True)
+        print(f"chaos in {node.node.run_dir}, namespace {node.node.namespace}", flush=True)
+        node.start()
         found = run(node, faults, options)
-    finally:
-        faults.undo(everything=True)
-        node.processes.reap()
-        _remove_all(node)
     return tell(found, options)
 
 
@@ -70,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="of each engine")
     parser.add_argument("--only", type=_kinds, default=[], help="kinds of faults: a,b")
+    parser.add_argument(
+        "--each", action="store_true", help="go on until each kind of --only was really done"
+    )
     parser.add_argument("--without", type=_kinds, default=[], help="kinds of faults: a,b")
     parser.add_argument("--fault", default="", help="have every engine copy wrongly: see faults.py")
     parser.add_argument("--murder", type=float, help="kill an engine off the schedule, then")
@@ -89,18 +98,19 @@ def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[st
     if not become_whole(node):
         problems["not whole before the faults"] += 1
     before, began = sizes(node), time.monotonic()
-    for fault in schedule(options.seed, options.seconds, options.only, options.without):
+    for fault in schedule(options.seed, options.only, options.without):
+        if fault.at >= options.seconds and not (options.each and faults.missing(options.only)):
+            break
         _watch_until(began + fault.at, node, faults)
         if options.murder and fault.at >= options.murder:
             node.engines[0].process.signal(signal.SIGKILL)
             options.murder = None
         faults.do(fault)
-    _watch_until(began + options.seconds, node, faults)
     for _ in range(UNDO_TRIES):
         if not faults.undo(everything=True):
             break
         time.sleep(LOOK_SECONDS)
-    replace_damaged(node)
+    replace(node)
     whole_after = time.monotonic()
     if not become_whole(node):
         problems["not whole after the faults"] += 1
@@ -116,6 +126,9 @@ def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[st
         "leaks": leaks(node, before, after),
         "problems": dict(problems),
         "faults": dict(sorted(faults.done.items())),
+        "missing": sorted(faults.missing(options.only)),
+        "points": dict(sorted(node.reached.items())),
+        "not_undone": faults.not_undone,
         "spoilt": faults.spoilt[:50],
         "whole_after_s": round(whole_after, 2),
         "before": before,
@@ -153,10 +166,12 @@ def _is_whole(engine: Member, mark: int, node: ChaosNode) -> bool:
     return said.get("imported", 0) > mark and said.get("peers") == len(node.engines) - 1
 
 
-def replace_damaged(node: ChaosNode) -> None:
-    """The invariants do not speak of memory that was cut: who has such memory begins anew."""
+def replace(node: ChaosNode) -> None:
+    """Have those begin anew whose memory was cut, since the invariants do not speak of it, and
+    those that are still to stop or die at a sync point."""
     for member in [*node.engines, *([node.coordinator] if node.coordinator else [])]:
-        if member.damaged:
+        member.successor_point = ""
+        if member.damaged or member.point:
             node.kill(member)
     node.look()
 
@@ -165,13 +180,28 @@ def replace_damaged(node: ChaosNode) -> None:
 
 
 def check_invariants(node: ChaosNode) -> list[str]:
-    """What ``kvshm dump --check`` says while the engines stand still."""
+    """What ``kvshm dump --check`` says while the engines stand still, and leases that are left."""
     for engine in node.engines:
         engine.order("pause")
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline and not all(e.said.get("paused") for e in node.engines):
         node.look()
         time.sleep(LOOK_SECONDS)
+    left: object = None
+    while time.monotonic() < deadline and (left := _leases(node)):
+        node.ping()
+        time.sleep(LOOK_SECONDS)
+    return [f"leases are left: {left}"] if left else _dump(node)
+
+
+def _leases(node: ChaosNode) -> object:
+    try:
+        return dict(node.leases())
+    except SegmentError as exc:
+        return repr(exc)
+
+
+def _dump(node: ChaosNode) -> list[str]:
     argv = ("-m", "kvshm.tools.cli", "dump-index", "--check", "--namespace", node.node.namespace)
     environ = {**os.environ, "KVSHM_RUN_DIR": str(node.node.run_dir)}
     command = [sys.executable, "-P", *argv]
@@ -211,11 +241,20 @@ def end(node: ChaosNode, problems: Counter[str]) -> None:
     _await_end(node, list(node.engines), problems)
     coordinator = node.coordinator
     if coordinator is not None:
+        hear_coordinator(node, coordinator)
         node.kill(coordinator, signal.SIGTERM)
         _await_end(node, [coordinator], problems)
     for rank in node.everybody:
         rank.doomed = True
     node.look_at_orphans()
+
+
+def hear_coordinator(node: ChaosNode, coordinator: Member) -> None:
+    """Ask it, since nobody has for a while, for as long as it may be silent."""
+    deadline = time.monotonic() + UNANSWERED_SECONDS
+    while coordinator.silence > LOOK_SECONDS and time.monotonic() < deadline:
+        node.ping()
+        time.sleep(LOOK_SECONDS / 5)
 
 
 def _await_end(node: ChaosNode, members: list[Member], problems: Counter[str]) -> None:
@@ -247,10 +286,9 @@ def leaks(node: ChaosNode, before: dict[str, int], after: dict[str, int]) -> lis
     return left
 
 
-def _remove_all(node: ChaosNode) -> None:
+def _kill_ranks(node: ChaosNode) -> None:
     for rank in node.everybody:
         rank.signal(signal.SIGKILL)
-    shutil.rmtree(node.node.run_dir, ignore_errors=True)
 
 
 # -- the report
@@ -258,13 +296,14 @@ def _remove_all(node: ChaosNode) -> None:
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
     """Print what was found; return the exit status."""
-    bad = {what: found[what] for what in ("bystanders", "violations", "leaks", "problems")}
+    kinds = ("bystanders", "violations", "leaks", "problems", "not_undone")
+    bad = {kind: found[kind] for kind in kinds}
     print(
         f"{found['requests']} requests, {found['loads']} loads, {found['imported']} blocks "
         f"imported, {found['wrong']} wrong bytes; whole {found['whole_after_s']} s after the last "
         "fault"
     )
-    for kind, count in found["faults"].items():
+    for kind, count in [*found["faults"].items(), *found["points"].items()]:
         print(f"  {count:6d} {kind}")
     for what, things in bad.items():
         print(f"{what}: {len(things)}")

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -180,7 +181,7 @@ def say(**what: Any) -> None:
 
 
 def orders() -> queue.SimpleQueue[str]:
-    """What comes on standard input; its end is the order to end."""
+    """What comes on standard input; its end is the order to end, and so is SIGTERM."""
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -189,11 +190,12 @@ def orders() -> queue.SimpleQueue[str]:
         heard.put("end")
 
     threading.Thread(target=listen, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: heard.put("end"))
     return heard
 
 
-def serve(engine: ChaosEngine, options: argparse.Namespace) -> None:
-    dice, heard, report_at = random.Random(options.seed), orders(), 0.0
+def serve(engine: ChaosEngine, heard: queue.SimpleQueue[str], options: argparse.Namespace) -> None:
+    dice, report_at = random.Random(options.seed), 0.0
     engine.open(wait=False)
     while True:
         order = "" if heard.empty() else heard.get()
@@ -247,10 +249,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.confused:
         return confused()
+    heard = orders()
     engine = ChaosEngine(options.blocks, options.ranks, options.region_bytes)
     say(ranks=[rank.pid for rank in engine.ranks])
     try:
-        serve(engine, options)
+        serve(engine, heard, options)
     except RankEnded as exc:
         say(rank_ended=exc.args[0])
         engine.cache.close()

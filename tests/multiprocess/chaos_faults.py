@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import random
 import re
 import resource
 import signal
@@ -12,15 +13,16 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from kvshm.coordinator.__main__ import EXIT_EXHAUSTED
 
-from .chaos_node import ENGINE, ChaosNode, Member, Worker
+from .chaos_node import ENGINE, ENGINE_POINTS, RANK_POINTS, ChaosNode, Member, Worker
 from .chaos_schedule import Fault
+from .processes import remove_afterwards
 
 SHM = Path("/dev/shm")
 GREEDY = str(Path(__file__).with_name("chaos_greedy.py"))
@@ -31,6 +33,10 @@ MANY_FILES = 500
 FOREIGN_TIMES = 13
 """How much longer than other faults strange files last: a sweep comes every 30 seconds."""
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+POINTS = ENGINE_POINTS + RANK_POINTS
+VISITS = (1, 2, 5, 20)
+POINT_SECONDS = 1.0
+"""How long who has stopped at a sync point stands still."""
 RECOVERY_SECONDS = 5.0
 """How long after a fault a process need not be heard."""
 
@@ -48,23 +54,58 @@ class Faults:
         self._pending: list[tuple[float, Callable[[], None]]] = []
         self.spoilt: list[str] = []
         """What was cut or emptied, and whose it may be."""
+        self.not_undone: list[str] = []
+        self._held: Counter[int] = Counter()
+        """Processes that the schedule has stopped; others have stopped at a sync point."""
 
     def do(self, fault: Fault) -> None:
         method = getattr(self, "_" + fault.kind.replace("-", "_"))
         how = method(fault)
         self.done[f"{fault.kind}: {how}" if how else fault.kind] += 1
 
+    def missing(self, kinds: Collection[str]) -> set[str]:
+        """Which of these kinds nobody has met yet.  What the kernel has refused was tried;
+        ``engine-point`` wants somebody who has stopped and somebody who has died there."""
+        met = {kind.split(":")[0] for kind in self.done if not kind.endswith(": nobody")}
+        if len({point.split(":")[1] for point in self._node.reached}) < 2:
+            met.discard("engine-point")
+        return set(kinds) - met
+
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
         self._pending.append((time.monotonic() + seconds, undo))
 
     def undo(self, *, everything: bool = False) -> bool:
-        """Whether something is left to undo."""
+        """Whether something is left to undo.  An error in one does not keep the others."""
+        self._let_go_on_at_points()
         now = time.monotonic()
         due = [undo for at, undo in self._pending if everything or at <= now]
         self._pending = [(at, undo) for at, undo in self._pending if undo not in due]
         for undo in due:
-            undo()
+            try:
+                undo()
+            except Exception as exc:
+                self.not_undone.append(repr(exc))
         return bool(self._pending)
+
+    def _let_go_on_at_points(self) -> None:
+        """Let who has stopped at a sync point go on some seconds later: an importer that stops in
+        a copy is a slow reader, an exporter a slow writer."""
+        for member in self._node.engines:
+            self._note_stop(member, member.process.pid, member.process.signal)
+        for rank in self._node.everybody:
+            self._note_stop(rank, rank.pid, rank.signal)
+
+    def _note_stop(
+        self, who: Member | Worker, pid: int, send: Callable[[signal.Signals], None]
+    ) -> None:
+        if ":stop" not in who.point or self._held[pid] or not _is_stopped(pid):
+            return
+        self._node.reached[who.point] += 1
+        who.point = ""
+        for member in self._node.engines:
+            if pid in member.pids():
+                member.excuse(POINT_SECONDS + RECOVERY_SECONDS)
+        self._later(POINT_SECONDS, partial(send, signal.SIGCONT))
 
     # -- victims
 
@@ -82,13 +123,37 @@ class Faults:
     def _engine_kill(self, fault: Fault) -> None:
         self._node.kill(self._engine(fault))
 
+    def _engine_term(self, fault: Fault) -> None:
+        self._node.kill(self._engine(fault), signal.SIGTERM)
+
+    def _engine_point(self, fault: Fault) -> str | None:
+        """Have another engine take an engine's place, which stops or dies at a sync point, or a
+        rank of which does."""
+        engines = [e for e in self._node.engines if not (e.point or e.successor_point)]
+        if not engines:
+            return "nobody"  # all are on their way to one
+        engine, dice = engines[int(fault.victim * len(engines))], random.Random(fault.dice)
+        action = dice.choice(("kill", "kill", "stop"))
+        engine.successor_point = f"{dice.choice(POINTS)}:{action}:{dice.choice(VISITS)}"
+        self._node.kill(engine)
+        return None
+
     def _engine_stop(self, fault: Fault) -> None:
         self._stop(self._engine(fault), fault)
 
     def _stop(self, member: Member, fault: Fault) -> None:
         member.excuse(fault.seconds + RECOVERY_SECONDS)
-        member.process.signal(signal.SIGSTOP)
-        self._later(fault.seconds, lambda: member.process.signal(signal.SIGCONT))
+        self._hold(member.process.pid, member.process.signal, fault.seconds)
+
+    def _hold(self, pid: int, send: Callable[[signal.Signals], None], seconds: float) -> None:
+        self._held[pid] += 1
+        send(signal.SIGSTOP)
+
+        def go_on() -> None:
+            self._held[pid] -= 1
+            send(signal.SIGCONT)
+
+        self._later(seconds, go_on)
 
     def _rank_kill(self, fault: Fault) -> str | None:
         if (found := self._rank(fault)) is None:
@@ -104,8 +169,7 @@ class Faults:
             return "nobody"
         engine, rank = found
         engine.excuse(fault.seconds + RECOVERY_SECONDS)
-        rank.signal(signal.SIGSTOP)
-        self._later(fault.seconds, lambda: rank.signal(signal.SIGCONT))
+        self._hold(rank.pid, rank.signal, fault.seconds)
         return None
 
     def _coordinator_kill(
@@ -234,8 +298,8 @@ class Faults:
         other = os.geteuid() == 0 and where.parent == SHM and bool(dice // 1024 % 2)
         made = [where.with_name(f"{where.name[:-4]}{i:04x}") for i in range(MANY_FILES)]
         for path in made if kind == "many" else [where]:
-            self._make(path, kind, NOBODY if other else None)
             self._later(FOREIGN_TIMES * fault.seconds, partial(_remove, path))
+            self._make(path, kind, NOBODY if other else None)
         return f"{kind} of {'another' if other else 'the own'} uid"
 
     def _place(self, dice: int) -> Path:
@@ -248,6 +312,7 @@ class Faults:
         return names[dice % 64 % len(names)]
 
     def _make(self, path: Path, kind: str, owner: int | None) -> None:
+        remove_afterwards(path)
         if kind == "fifo":
             os.mkfifo(path, 0o666)
         elif kind == "directory":
@@ -282,6 +347,14 @@ def _link(path: Path) -> str:
         return os.readlink(path)
     except OSError:
         return ""
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _is_regular(path: Path) -> bool:

@@ -13,17 +13,33 @@ import select
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections import Counter
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from kvshm._base.rundir import command_endpoint
+from kvshm._base.syncpoints import VARIABLE
 from kvshm._node.protocol import Heartbeat, encode
 
 from .processes import Managed, Node, Processes
 
 ENGINE = str(Path(__file__).with_name("chaos_engine.py"))
+ENGINE_POINTS = (
+    "PUBLISH_FILLED",
+    "PUBLISHED",
+    "LEASE_LOADED",
+    "LEASED",
+    "RETRACTED",
+    "FORCED",
+    "LOAD_PLANNED",
+    "BEAT",
+)
+RANK_POINTS = ("COPY_BEGINS", "COPIED", "RELEASED")
+"""The sync points that an engine's own process reaches, and those that a rank's reaches."""
 RANK_ENDED = 3
 """Exit status of an engine whose rank has ended (chaos_engine.py)."""
 SILENT_SECONDS = 30.0
@@ -56,6 +72,16 @@ class Quiet(Processes):
             self.forget(process)
 
 
+def _children() -> list[str]:
+    lists = Path("/proc/self/task").glob("*/children")
+    return [pid for children in lists for pid in children.read_text().split()]
+
+
+def dies_at(point: str, points: tuple[str, ...]) -> bool:
+    """Whether a process dies at ``point``, which is one of these."""
+    return point.split(":")[0] in points and ":kill" in point
+
+
 @dataclass
 class Worker:
     """A rank's process, a child of an engine.  It is held by a pidfd, which stays true."""
@@ -63,6 +89,8 @@ class Worker:
     pid: int
     pidfd: int
     doomed: bool = False
+    point: str = ""
+    """The sync point that it stops or dies at (KVSHM_TEST_SYNC_POINT)."""
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(OSError):  # it has ended, and may be buried
@@ -82,6 +110,12 @@ class Member:
     doomed: set[int] = field(default_factory=set)
     """Exit statuses with which it may end."""
     ranks: list[Worker] = field(default_factory=list)
+    point: str = ""
+    """The sync point at which it, or a rank of it, stops or dies."""
+    successor_point: str = ""
+    """That of the engine that takes its place."""
+    was_ended: bool = False
+    """Whether the run has ended it: then it has not come to its sync point, or nobody can tell."""
     damaged: bool = False
     """Whether memory of it has been cut or emptied: its invariants say nothing any more."""
     excused_until: float = 0.0
@@ -127,7 +161,8 @@ class Member:
         if not self.ranks:
             for pid in self.said.get("ranks", ()):
                 with suppress(ProcessLookupError):
-                    self.ranks.append(Worker(pid, os.pidfd_open(pid)))
+                    doomed = dies_at(self.point, RANK_POINTS)
+                    self.ranks.append(Worker(pid, os.pidfd_open(pid), doomed, self.point))
 
     def order(self, what: str) -> None:
         with suppress(OSError):
@@ -135,13 +170,15 @@ class Member:
 
 
 class ChaosNode:
-    """Engines and the coordinator of one namespace, kept running."""
+    """Engines and the coordinator of one namespace, kept running from ``start`` on."""
 
     def __init__(self, engines: int, ranks: int, seed: int, **settings: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks whose engine is gone come to us
+        self._before = _children()  # the reaper
         self.processes = Quiet()
         self.node = Node(self.processes)
-        self.settings, self.num_ranks, self.seed = settings, ranks, seed
+        self.settings, self.seed = settings, seed
+        self._num_engines, self._num_ranks = engines, ranks
         self.started = 0
         self.bystanders: list[dict[str, Any]] = []
         self.totals: dict[str, int] = dict.fromkeys(COUNTED, 0)
@@ -149,26 +186,37 @@ class ChaosNode:
         self.everybody: list[Worker] = []
         self.coordinator: Member | None = None
         self.coordinator_due = 0.0
+        self._asked: Member | None = None
         self._asked_at = 0.0
-        self.start_coordinator()
-        self.engines = [self.start_engine() for _ in range(engines)]
+        self._socket = self._connect()
+        self.engines: list[Member] = []
+        self.reached: Counter[str] = Counter()
+        """How often processes have stopped or died at each sync point."""
 
     # -- start
 
-    def start_engine(self) -> Member:
+    def start(self) -> None:
+        self.start_coordinator()
+        for _ in range(self._num_engines):
+            self.engines.append(self.start_engine())
+
+    def start_engine(self, point: str = "") -> Member:
+        """``point``: the sync point at which it stops or dies."""
         self.started += 1
         environ = {
             "KVSHM_RUN_DIR": str(self.node.run_dir),
             "KVSHM_NAMESPACE": self.node.namespace,
             "KVSHM_VERIFY": str(self.started % 2),
+            **({VARIABLE: point} if point else {}),
             **self.settings,
         }
         argv = (ENGINE, "--seed", str(self.seed * 10_000 + self.started))
         name = f"engine-{self.started}"
         process = self.processes.start(
-            name, sys.executable, *argv, "--ranks", str(self.num_ranks), environ=environ
+            name, sys.executable, *argv, "--ranks", str(self._num_ranks), environ=environ
         )
-        return Member(process, name)
+        doomed = {-signal.SIGKILL} if dies_at(point, ENGINE_POINTS) else set()
+        return Member(process, name, doomed, point=point)
 
     def start_coordinator(self) -> None:
         self.started += 1
@@ -185,7 +233,7 @@ class ChaosNode:
                     continue
                 self._judge_engine(engine)
                 self.processes.forget(engine.process)
-                self.engines[index] = self.start_engine()
+                self.engines[index] = self.start_engine(engine.successor_point)
             elif engine.silence > SILENT_SECONDS:
                 self._hang(engine)
         self._look_at_coordinator()
@@ -207,6 +255,8 @@ class ChaosNode:
 
     def _judge_engine(self, engine: Member) -> None:
         status = engine.process.status
+        if dies_at(engine.point, ENGINE_POINTS + RANK_POINTS) and not engine.was_ended:
+            self.reached[engine.point] += 1
         lost = engine.said.get("rank_ended")
         if lost is not None and status == RANK_ENDED:
             if not (lost == -signal.SIGKILL and any(rank.doomed for rank in engine.ranks)):
@@ -234,7 +284,9 @@ class ChaosNode:
         member.listen()  # perhaps nobody has for a while
         if member is self.coordinator and member.silence > self._longest_silence(member) / 2:
             self._tell_hang(member)
-        member.doomed |= {-number} if number == signal.SIGKILL else {0, -number}
+        in_order = number != signal.SIGKILL and member.has_begun
+        member.doomed |= {0} if in_order else {0, -number}
+        member.was_ended = True
         member.process.signal(number)
 
     def _look_at_coordinator(self) -> None:
@@ -283,31 +335,40 @@ class ChaosNode:
         Notes those that have ended otherwise than in good order; returns those that run."""
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                status = os.waitstatus_to_exitcode(found[1])
-                if status not in (0, -signal.SIGKILL):
+                if status := os.waitstatus_to_exitcode(found[1]):
                     self.bystander(f"process {found[0]}, a stray", status, [])
-        lists = Path("/proc/self/task").glob("*/children")
-        return [pid for children in lists for pid in children.read_text().split()]
+        return [pid for pid in _children() if pid not in self._before]
+
+    def leases(self) -> Counter[str]:
+        """How many blocks of each engine somebody holds a lease on.  Raises SegmentError where an
+        engine that runs hands out no table."""
+        found = Counter[str]()
+        for engine in self.engines:
+            with closing(self.node.segments.view(int(engine.said["epoch"], 16))) as table:
+                found[engine.name] = sum(bool(slot.leases) for slot in table.slots())
+        return +found
 
     # -- whether the coordinator answers
 
     def ping(self) -> None:
-        """Ask the coordinator, by a connection of its own, whether it answers; each second."""
+        """Ask the coordinator, by a connection of its own, whether it answers, each second; an
+        answer counts whenever it comes."""
         coordinator, now = self.coordinator, time.monotonic()
-        if coordinator is None or now < self._asked_at + 1.0:
+        if coordinator is None:
             return
-        self._asked_at = now
-        if self._answers():
+        if self._asked is not coordinator:
+            self._socket.close()
+            self._socket = self._connect()
+            self._asked, self._asked_at = coordinator, 0.0
+        if now >= self._asked_at + 1.0:
+            self._asked_at = now
+            self._socket.send(encode(Heartbeat(epoch=77, sequence=0)))
+        while self._socket.poll(0):
+            self._socket.recv()
             coordinator.heard_at = now
 
-    def _answers(self) -> bool:
-        import zmq
-
+    def _connect(self) -> zmq.Socket[bytes]:
         socket = zmq.Context.instance().socket(zmq.DEALER)
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(command_endpoint(self.node.run_dir, self.node.namespace))
-            socket.send(encode(Heartbeat(epoch=77, sequence=0)))
-            return bool(socket.poll(200)) and bool(socket.recv())
-        finally:
-            socket.close()
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(command_endpoint(self.node.run_dir, self.node.namespace))
+        return socket

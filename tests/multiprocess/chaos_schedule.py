@@ -15,6 +15,8 @@ SEEDS = (1, 2, 3, 5, 8, 13, 21, 34)
 
 WEIGHTS = {
     "engine-kill": 12,
+    "engine-term": 4,
+    "engine-point": 10,
     "engine-stop": 14,
     "rank-kill": 5,
     "rank-stop": 8,
@@ -49,14 +51,15 @@ class Fault(NamedTuple):
 
 
 def schedule(
-    seed: int, seconds: float, only: Collection[str] = (), without: Collection[str] = ()
+    seed: int, only: Collection[str] = (), without: Collection[str] = ()
 ) -> Iterator[Fault]:
-    """Yield the faults of a run in order.  ``only``: of these kinds, as many in the same time;
-    ``without``: the same schedule less these."""
+    """Yield the faults of a run in order, without end.  ``only``: of these kinds, as many in the
+    same time; ``without``: the same schedule less these."""
     dice = random.Random(seed)
     weights = {kind: WEIGHTS[kind] for kind in WEIGHTS if kind in only or not only}
     at = 0.0
-    while (at := at + dice.uniform(*_GAP_SECONDS)) < seconds:
+    while True:
+        at += dice.uniform(*_GAP_SECONDS)
         (kind,) = dice.choices(list(weights), list(weights.values()))
         lasts = dice.choice(_LONG[kind]) if kind in _LONG else dice.uniform(0.05, 3.0)
         fault = Fault(at, kind, dice.random(), lasts, dice.getrandbits(32))

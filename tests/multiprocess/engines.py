@@ -30,12 +30,12 @@ class FakeEngine:
         place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace, "--name", name)
         self.process: Managed = node.processes.start(name, *python, str(_SCRIPT), *place, *options)
         self.name = name
-        self._handouts = node.handouts
+        self._segments = node.segments
         self.started = self.heard("started")
 
     def table(self) -> RankSlotTable:
         """Its slot table in its first epoch, from itself; the caller's to close."""
-        return self._handouts.rank_table(self.started["epoch"])
+        return self._segments.rank_table(self.started["epoch"])
 
     def heard(self, event: str, since: int = 0, **fields: Any) -> dict[str, Any]:
         """Wait until the engine says ``event`` with these fields; return all it said."""

@@ -20,7 +20,6 @@ from typing import Any
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm._base.rundir import engine_socket
 from kvshm._node.coordinator_client import CoordinatorClient
-from kvshm._node.handout import Handouts, HandoutServer, serve_epoch
 from kvshm._node.protocol import (
     EngineGone,
     EngineInfo,
@@ -33,6 +32,7 @@ from kvshm._node.protocol import (
     Refused,
     Tick,
 )
+from kvshm._node.segment_server import SegmentClient, SegmentServer, serve_epoch
 from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
@@ -46,10 +46,10 @@ NUM_BLOCKS = 64
 WORKER = """
 import sys
 from pathlib import Path
-from kvshm._node.handout import Handouts
-handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
+from kvshm._node.segment_server import SegmentClient
+segments, rank, table = SegmentClient(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
 for epoch in sys.stdin:
-    table = handouts.rank_table(int(epoch))  # the one before goes
+    table = segments.rank_table(int(epoch))  # the one before goes
     table.begin_pulse(rank)
     table.set_life(rank)
     print(flush=True)
@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.handouts = Handouts(options.run_dir, options.namespace)
+        self.segments = SegmentClient(options.run_dir, options.namespace)
         self.peers: dict[int, PeerSlotTable] = {}
         self.replica: dict[int, set[int]] = {}
         self.workers = [self._worker(rank) for rank in range(1, options.ranks)]
@@ -123,7 +123,7 @@ class Engine:
         self._withdraw(self.table, self.server)
 
     @staticmethod
-    def _withdraw(table: OwnSlotTable, server: HandoutServer) -> None:
+    def _withdraw(table: OwnSlotTable, server: SegmentServer) -> None:
         table.retire()
         table.end_life(None)
         server.close()
@@ -212,7 +212,7 @@ class Engine:
             self.hears.wait()
 
     def _attach(self, info: EngineInfo) -> None:
-        table = self.handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
+        table = self.segments.roster_table(info.epoch, info.num_blocks, len(info.ranks))
         self.peers[info.epoch] = table
         self._scan(info.epoch)
 
@@ -234,7 +234,7 @@ class Engine:
 
     def lease(self, epoch: int) -> int:
         """Lease every READY block of a peer, for good."""
-        table = self.handouts.peer_table(epoch)
+        table = self.segments.peer_table(epoch)
         return table.lease(self.bit, table.scan())[0]
 
     @staticmethod

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvshm import _native
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import engine_socket
-from kvshm._node.handout import HandoutServer
+from kvshm._node.segment_server import SegmentServer
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import BlockRecord, RecordKind, pack_records
 
@@ -68,7 +68,7 @@ def arm() -> None:
 def main(run_dir: str, namespace: str) -> None:
     replica = Replica.create(namespace, "writer", EPOCH, CAPACITY)
     path = engine_socket(Path(run_dir), namespace, EPOCH)
-    server = HandoutServer(path, lambda _: replica.descriptor())
+    server = SegmentServer(path, lambda _: replica.descriptor())
     replica.add_row(9, "exporter", NUM_BLOCKS, 0)
     print(replica.name, flush=True)
     for line in sys.stdin:

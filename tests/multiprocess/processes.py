@@ -25,16 +25,27 @@ from typing import IO
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_sockets
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
+from kvshm._shm.slot_table import SlotTableView
 
 from ..sessions import new_namespace
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))  # pytest knows it
 import reaper
 
+start_reaper, remove_afterwards = reaper.start, reaper.remove_afterwards
+
 PATIENCE_SECONDS = 100.0
 """How long a test waits for what must happen; never a statement about speed.  Longer than a
 quarantine (30 s), and enough on a machine with a tenth of its cores."""
+
+
+def leases(table: SlotTableView) -> int:
+    """All lease bits set anywhere in a table."""
+    held = 0
+    for slot in table.slots():
+        held |= slot.leases
+    return held
 
 
 class Lines:
@@ -241,9 +252,9 @@ class Node:
         return process
 
     @property
-    def handouts(self) -> Handouts:
+    def segments(self) -> SegmentClient:
         """Where its engines' tables and replicas are to be had."""
-        return Handouts(self.run_dir, self.namespace)
+        return SegmentClient(self.run_dir, self.namespace)
 
     def sockets(self) -> list[Epoch]:
         """Epochs of the engines whose sockets lie there, served or not."""

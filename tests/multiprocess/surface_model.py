@@ -11,6 +11,7 @@ import kvshm
 from kvshm import Config, Found, Identity, Load, LoadState, Region
 from kvshm._base.ids import Epoch
 from kvshm._shm.layout import SlotState
+from kvshm._shm.slot_table import Slot
 
 from .processes import PATIENCE_SECONDS, Node, wait_until
 from .surface_contents import BLOCK, BLOCKS, TOKENS, content, garbage
@@ -142,9 +143,24 @@ class Modelled:
         assert not ready or state.table.alive, "blocks are readable before the rank serves them"
         if opened is state and not self.is_paused:
             assert ready == self.published
-        draining = {b for b, s in enumerate(slots) if s.state is SlotState.DRAINING}
-        assert draining == set(), "a retracted block may still be read"
+        assert self.draining() == set(), "a retracted block may still be read"
         assert state.table.check_integrity() == []
+
+    def draining(self) -> set[int]:
+        """Retracted blocks that somebody may still read."""
+        return {b for b, s in enumerate(self._slots()) if s.state is SlotState.DRAINING}
+
+    def leased(self) -> set[int]:
+        return {b for b, s in enumerate(self._slots()) if s.leases}
+
+    def counted(self, counter: str) -> int:
+        """What one of its counters has counted in this epoch."""
+        state = self.node._halves.cache.epoch_state
+        return state.table.counters.snapshot()[counter] if state else 0
+
+    def _slots(self) -> list[Slot]:
+        state = self.node._halves.cache.epoch_state
+        return list(state.table.slots()) if state else []
 
     def end_loads(self) -> None:
         """All loads end within a bound."""

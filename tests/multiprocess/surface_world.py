@@ -115,7 +115,7 @@ class World:
         found = []
         for epoch in self.place.sockets():
             with suppress(SegmentError):  # of an engine that was killed
-                found.append(self.place.handouts.view(epoch))
+                found.append(self.place.segments.view(epoch))
         return found
 
     def check_no_leases(self) -> None:

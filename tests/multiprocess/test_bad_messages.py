@@ -16,7 +16,6 @@ import zmq
 
 from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._base.rundir import command_endpoint, engine_socket, event_endpoint
-from kvshm._node.handout import serve_epoch
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -33,6 +32,7 @@ from kvshm._node.protocol import (
     decode_reply,
     encode,
 )
+from kvshm._node.segment_server import serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.interfaces import MemoryDescriptor
@@ -136,28 +136,6 @@ def test_the_version_is_named_on_both_sides_and_logged_once(node: Node, sender: 
 
 
 NOWHERE = MemoryDescriptor("none", 0, 0, [])
-LIES: dict[str, dict[str, Any]] = {
-    "negative epoch": {"epoch": -1},
-    "another epoch": {"epoch": HUGE},
-    "no epoch": {"epoch": 0},
-    "no fingerprint": {"fingerprint": b""},
-    "long fingerprint": {"fingerprint": bytes(33)},
-    "negative blocks": {"num_blocks": -1},
-    "huge blocks": {"num_blocks": HUGE},
-    "no ranks": {"ranks": []},
-    "more ranks than there are": {"ranks": [RankInfo(1, NOWHERE)] * 2},
-}
-
-
-def test_what_cannot_be_true_is_refused(node: Node, sender: Sender) -> None:
-    coordinator = node.coordinator()
-    for what, lies in LIES.items():
-        assert isinstance(sender.join(**lies), Refused), what
-    assert sender.is_answered()
-    assert coordinator.terminate() == 0
-    said = lines(coordinator, "refused")
-    assert 0 < len(said) <= len(LIES)
-    assert max(map(len, said)) < 2000
 
 
 def test_strange_numbers_of_a_member_harm_nobody(node: Node, sender: Sender) -> None:

@@ -23,8 +23,8 @@ from kvshm._base.rundir import (
     rank_socket,
     tables_socket,
 )
-from kvshm._node.handout import encode_request
 from kvshm._node.protocol import Heartbeat, encode
+from kvshm._shm.descriptors import Request
 from kvshm._shm.segment import TABLE_KIND
 from kvshm.coordinator.__main__ import EXIT_EXHAUSTED
 
@@ -133,7 +133,7 @@ def test_too_few_descriptors_end_it_with_a_sentence(node: Node, descriptors: int
 
 def test_who_asks_for_tables_without_end_takes_no_descriptors(node: Node) -> None:
     coordinator = node.coordinator(python=limited(1024))
-    request = encode_request(TABLE_KIND, 1, writable=False)
+    request = Request(TABLE_KIND, 1).encode()
     path = tables_socket(node.run_dir, node.namespace)
     with ExitStack() as held:
         for _ in range(900):

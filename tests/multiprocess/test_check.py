@@ -77,7 +77,7 @@ def test_a_hundred_checks_of_a_churn_give_no_false_alarm(node: Node) -> None:
 
 def test_in_a_churn_a_corruption_is_found_all_the_same(node: Node) -> None:
     _, tables = sharing(node)
-    with closing(node.handouts.peer_table(tables[0].epoch)) as table:
+    with closing(node.segments.peer_table(tables[0].epoch)) as table:
         table._segment.buffer[TICKETS_OFFSET + 8 * 255] = 0xFF  # loads have 64 ranks at most
         found = command_line(node)
         name = f"kvshm.{node.namespace}.slots.{table.engine}.{table.epoch:016x}"

@@ -25,19 +25,6 @@ def test_two_engines_see_each_other_and_their_events(node: Node) -> None:
     assert not a.all_heard("rescan") + b.all_heard("rescan")
 
 
-def test_late_joiner_finds_what_was_published_before(node: Node) -> None:
-    node.coordinator()
-    early = FakeEngine(node, "early")
-    early.joined()
-    early.do("publish", blocks=[7, 8])
-    late = FakeEngine(node, "late")
-    assert late.joined()["roster"] == ["early"]
-    assert late.heard("engine_joined", name="early")["blocks"] == [7, 8]
-    hear_everything(node, late)
-    early.do("publish", blocks=[9])
-    late.heard("engine_events", blocks=[7, 8, 9])
-
-
 def test_while_nobody_is_there_to_hear_nothing_is_sent(node: Node) -> None:
     node.coordinator()
     alone = FakeEngine(node, "alone")

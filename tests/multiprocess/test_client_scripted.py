@@ -12,9 +12,7 @@ import pytest
 from kvshm._node import coordinator_client
 from kvshm._node.coordinator_client import MAX_JOINED_BYTES
 from kvshm._node.protocol import (
-    EngineGone,
     EngineInfo,
-    EngineJoined,
     Events,
     Heartbeat,
     Join,
@@ -55,31 +53,6 @@ def test_lost_broadcast_makes_it_join_again(script: Script) -> None:
     script.engine.wait("engine_joined", engine_info(8))
     assert ("engine_events", 7, b"late") not in script.engine.calls
     assert ("coordinator_lost",) not in script.engine.calls
-
-
-def test_lost_tail_shows_in_a_tick(script: Script) -> None:
-    script.expect(Join)
-    script.answer(script.joined(sequence=4, e7=1))
-    script.engine.wait("engine_joined", engine_info(7))
-    script.publish(Tick(coordinator_epoch=1, sequence=5, sequences={7: 2}))
-    script.expect(Join)
-
-
-def test_events_an_engine_had_to_drop_make_one_rescan(script: Script) -> None:
-    script.expect(Join)
-    script.answer(script.joined(sequence=0, e7=1))
-    script.publish(Tick(coordinator_epoch=1, sequence=0, sequences={7: 2}))
-    script.engine.wait("rescan", 7)
-    script.publish(script.events(1, 4, b"4"))
-    script.publish(script.events(2, 4, b"again"))
-    script.publish(script.events(3, 5, b"5"))
-    script.engine.wait("engine_events", 7, b"5")
-    assert script.engine.calls[2:] == [
-        ("rescan", 7),
-        ("rescan", 7),
-        ("engine_events", 7, b"4"),
-        ("engine_events", 7, b"5"),
-    ]
 
 
 def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
@@ -180,18 +153,6 @@ def test_forgetful_coordinator_is_joined_again_once(script: Script) -> None:
     script.expect(Heartbeat)
     assert script.engine.calls.count(("coordinator_lost",)) == 1
     assert ("engine_gone", 7, "no longer in the roster") not in script.engine.calls
-
-
-def test_gone_engine_and_its_late_events(script: Script) -> None:
-    script.expect(Join)
-    script.answer(script.joined(sequence=0, e7=0))
-    script.publish(EngineGone(coordinator_epoch=1, sequence=1, epoch=7, reason="r"))
-    script.publish(script.events(2, 1, b"ghost"))
-    news = EngineJoined(coordinator_epoch=1, sequence=3, engine=engine_info(9), engine_sequence=0)
-    script.publish(news)
-    script.engine.wait("engine_joined", engine_info(9))
-    assert ("engine_gone", 7, "r") in script.engine.calls
-    assert ("engine_events", 7, b"ghost") not in script.engine.calls
 
 
 def test_new_epoch_leaves_with_the_old_one_first(script: Script) -> None:

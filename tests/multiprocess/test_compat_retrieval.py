@@ -175,7 +175,7 @@ def test_a_batch_is_loaded_as_its_requests_are(calls: Calls) -> None:
     calls.wait_found(TOKENS[:8])
     calls.wait_found([7] * 8)
     requests = [(TOKENS[:8], None, slots_of([2, 0], 8)), ([7] * 8, [*F, *T], slots_of([1, 3], 8))]
-    assert calls.own.calls.retrieve_batch(requests) == [[*T, *T], [*F, *T]]
+    assert calls.own.calls.retrieve_batch(iter(requests)) == [[*T, *T], [*F, *T]]
     calls.own.expect(TOKENS, 0, 2)
     calls.own.expect(TOKENS, 1, 0)
     calls.own.expect([7] * 8, 1, 3)

@@ -9,21 +9,12 @@ import pytest
 
 from kvshm._base.ids import Rank
 from kvshm._base.rundir import rank_socket, tables_socket
-from kvshm._shm.slot_table import SlotTableView
 from kvshm._shm.statistics import SWEPT
 
-from .engines import FakeEngine, hear_everything, in_turn
-from .processes import Node, leave_socket, wait_until
+from .engines import FakeEngine, in_turn
+from .processes import Node, leases, leave_socket, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-
-def leases(table: SlotTableView) -> int:
-    """All lease bits set anywhere in a table."""
-    held = 0
-    for slot in table.slots():
-        held |= slot.leases
-    return held
 
 
 # -- coming and going
@@ -207,7 +198,7 @@ def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> N
     other.heard("engine_suspected", epoch=epoch)
     assert leases(held) == 1 << stopped.joined()["bit"]
     assert table.is_alive(Rank(0))
-    assert node.handouts.table_from_coordinator(epoch).epoch == epoch, "which answers for it"
+    assert node.segments.table_from_coordinator(epoch).epoch == epoch, "which answers for it"
     stopped.process.signal(signal.SIGCONT)
     other.heard("engine_recovered", epoch=epoch)
     assert leases(held) == 1 << stopped.joined()["bit"]
@@ -215,25 +206,6 @@ def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> N
 
 
 # -- refusals
-
-
-def test_other_fingerprints_do_not_meet_and_learn_why(node: Node) -> None:
-    coordinator = node.coordinator()
-    fields = ("--fields", '{"model": "m", "weights": "1111"}')
-    first = FakeEngine(node, "a", *fields)
-    hear_everything(node, first, options=fields)
-    other = FakeEngine(
-        node, "b", "--fingerprint", "other", "--fields", '{"model": "m", "weights": "2222"}'
-    )
-    joined = other.joined()
-    assert joined["roster"] == []
-    assert joined["incompatible"] == [["a", {"weights": ["2222", "1111"]}]]
-    told = first.heard("incompatible_joined")
-    assert (told["name"], told["differences"]) == ("b", {"weights": ["1111", "2222"]})
-    first.heard("incompatible_counted", count=1)
-    other.process.kill()
-    first.heard("incompatible_counted", count=0)
-    coordinator.wait_err("event=cannot-share engine=b .* differs=weights here=2222 there=1111")
 
 
 def test_nobody_joins_with_the_table_of_another_process(node: Node) -> None:

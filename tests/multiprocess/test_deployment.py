@@ -251,20 +251,3 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
     assert done.stderr.count("event=serving") == coordinators == 2
     for namespace in ("default", "next"):
         assert f"run_dir=/run/own/kvshm namespace={namespace}" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
-def test_docker_knows_every_option_on_the_page() -> None:
-    known = subprocess.run(["docker", "run", "--help"], capture_output=True, text=True).stdout
-    lines = [line for line in commands() if line.startswith("docker run")]
-    assert len(lines) == 3
-    for line in lines:
-        given = line.partition(" IMAGE")[0]
-        for option in re.findall(r" (--[a-z-]+)", given):
-            assert re.search(rf" {option} ", known), option
-
-
-def test_the_page_names_files_that_exist() -> None:
-    for name in re.findall(r"deploy/[\w./-]+", PAGE):
-        assert (ROOT / name).is_file(), name

@@ -63,7 +63,7 @@ def node() -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def meant(node: Node) -> dict[str, str]:
     """What the placeholders stand for on this node."""
-    tables = map(node.handouts.table_from_coordinator, node.sockets())
+    tables = map(node.segments.table_from_coordinator, node.sockets())
     table, leased = next((t, slot) for t in tables for slot in t.slots() if slot.leases)
     return {
         "--namespace NAME": f"--namespace {node.namespace}",

@@ -23,7 +23,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(kvshm.__file__).parents[1])}
 OWNER = """
 import sys
 from pathlib import Path
-from kvshm._node.handout import Handouts, serve_epoch
+from kvshm._node.segment_server import SegmentClient, serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._base.rundir import engine_socket
@@ -40,7 +40,7 @@ records = pack_records(BlockRecord(bytes([65 + i]) * 32, i, 0, i) for i in range
 parents = b"".join(bytes([64 + i]) * 8 for i in range(4))
 print(len(table.publish(records, parents)) // 48, flush=True)
 for line in sys.stdin:
-    other = Handouts(run_dir, namespace).peer_table(int(line))
+    other = SegmentClient(run_dir, namespace).peer_table(int(line))
     print(other.lease(bit, records[:96])[0], flush=True)
 """
 

@@ -98,15 +98,6 @@ def test_another_user_who_took_the_name_in_tmp_parts_nobody(node: Node) -> None:
         assert coordinator.terminate() == 0
 
 
-def test_a_path_too_long_for_a_socket_is_refused_by_name(node: Node) -> None:
-    path = "/tmp/".ljust(70, "x")
-    coordinator = node.start_coordinator("--run-dir", path)
-    assert coordinator.wait() == 2
-    assert path in str(coordinator.err)
-    assert "shorter" in str(coordinator.err)
-    assert not Path(path).exists()
-
-
 def test_a_default_run_directory_too_long_for_a_socket_is_refused_too(node: Node) -> None:
     runtime = node.run_dir / ("x" * 100)
     runtime.mkdir(0o700)

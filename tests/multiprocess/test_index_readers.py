@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._replica.index_check import violations
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.layout import INDEX_HEADER_BYTES, BlockRecord, unpack_records
@@ -63,7 +63,7 @@ def reader(node: Node, writer: Writer) -> Iterator[ReplicaReader]:
 
 def ask(node: Node) -> ReplicaReader:
     """The replica as it is now."""
-    return Handouts(node.run_dir, node.namespace).replica(EPOCH)
+    return SegmentClient(node.run_dir, node.namespace).replica(EPOCH)
 
 
 def found(reader: ReplicaReader, start: int, stop: int) -> list[BlockRecord]:

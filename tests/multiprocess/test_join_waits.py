@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import MisuseError, SegmentNotFound, SegmentNotReady
 
@@ -28,14 +28,14 @@ class Tables:
     """How the tables of the roster's engines are to be had: really, after what a test says."""
 
     def __init__(self) -> None:
-        self._really = Handouts.roster_table
+        self._really = SegmentClient.roster_table
         self.asked = threading.Event()
         self.before: Callable[[], object] = lambda: None
 
-    def fetch(self, handouts: Handouts, *about: Any) -> PeerSlotTable:
+    def fetch(self, segments: SegmentClient, *about: Any) -> PeerSlotTable:
         self.asked.set()
         self.before()
-        return self._really(handouts, *about)
+        return self._really(segments, *about)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def tables(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> Tables:
     a = toys.join("a")
     assert a.compute(a.prompt(), range(6)) == 6
     tables = Tables()
-    monkeypatch.setattr(Handouts, "roster_table", lambda *asked: tables.fetch(*asked))
+    monkeypatch.setattr(SegmentClient, "roster_table", lambda *asked: tables.fetch(*asked))
     return tables
 
 

@@ -174,7 +174,7 @@ def test_engines_of_the_same_fingerprint_import_from_a_file(node: Node, tmp_path
     assert outcome["imported"] >= 30
     assert outcome["counters"]["verified"] > 0
     for epoch in node.sockets():
-        with closing(node.handouts.view(epoch)) as table:
+        with closing(node.segments.view(epoch)) as table:
             assert table.num_blocks == count
             assert not table.counters.snapshot()["loads_started"]
             assert table.check_integrity() == []

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvshm._base.ids import Rank
-from kvshm._shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, fresh_node, leases, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
@@ -33,13 +32,6 @@ def inside(outside: Managed) -> int:
     """The pid here of what is process 1 of its namespace."""
     children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text("ascii")
     return int(children.split()[0])
-
-
-def leases(table: SlotTableView) -> int:
-    held = 0
-    for slot in table.slots():
-        held |= slot.leases
-    return held
 
 
 def three(node: Node, apart: bool) -> list[FakeEngine]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvshm._shm.descriptors import MEMORY_KIND, Reply, Request
 from kvshm._shm.fds import fetch
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
@@ -123,14 +121,7 @@ class Exporter:
 
 
 @pytest.fixture
-def run_dir() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="kv-")
-    yield directory
-    shutil.rmtree(directory)
-
-
-@pytest.fixture
-def exporter(run_dir: str) -> Iterator[Exporter]:
+def exporter(run_dir: Path) -> Iterator[Exporter]:
     started = Exporter(f"{run_dir}/exporter")
     yield started
     with started.process as process:
@@ -138,7 +129,7 @@ def exporter(run_dir: str) -> Iterator[Exporter]:
 
 
 @pytest.fixture
-def importer(run_dir: str) -> Iterator[PosixShmTransport]:
+def importer(run_dir: Path) -> Iterator[PosixShmTransport]:
     memory = KVMemory.create(BLOCK * COUNT)
     transport = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/importer")
     yield transport
@@ -247,33 +238,6 @@ def test_the_end_of_the_owner_is_noticed_and_its_memory_stays(exporter, importer
     attachment.close()
 
 
-def test_an_owner_that_does_not_stay_connected_is_not_taken_for_dead(importer, run_dir):
-    """kvshm before it left the connection open: it says nothing of staying, and leaves."""
-    memory = KVMemory.create(BLOCK * COUNT)
-    fds = [memory.read_only_fd()]
-    path = f"{run_dir}/old"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
-        listener.listen()
-
-        def answer() -> None:
-            client, _ = listener.accept()
-            with client:
-                client.recv(4096)
-                reply = msgspec.msgpack.encode({"status": "ok", "epoch": 1})
-                socket.send_fds(client, [reply], fds)
-
-        old = threading.Thread(target=answer)
-        old.start()
-        details = msgspec.msgpack.encode({"socket": "old"})
-        attachment = importer.attach(MemoryDescriptor("posix_shm", 1, 0, REGIONS, details))
-        old.join()
-    assert not attachment.ended
-    attachment.close()
-    os.close(fds[0])
-    memory.close()
-
-
 def test_the_owner_killed_at_any_moment_never_hurts_the_importer(importer, run_dir):
     """No moment is chosen: copies run without pause while the owner dies."""
     for round_ in range(3):
@@ -294,7 +258,7 @@ def test_a_stopped_owner_costs_an_attach_its_timeout_and_copies_nothing(
 ):
     descriptor = exporter.export(1)
     attachment = importer.attach(descriptor)
-    monkeypatch.setattr(posix_shm, "FETCH_TIMEOUT", 0.1)
+    monkeypatch.setattr(posix_shm, "MEMORY_SECONDS", 0.1)
     os.kill(exporter.process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, exporter.process.pid, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(TransportError, match="no answer within"):
@@ -363,17 +327,31 @@ def socket_of(descriptor, run_dir):
 
 def test_another_epochs_request_is_answered_without_descriptors(exporter, run_dir):
     descriptor = exporter.export(1)
-    request = msgspec.msgpack.encode({"epoch": 2})
+    request = msgspec.msgpack.encode({"kind": "memory", "epoch": 2})
     reply, fds = fetch(socket_of(descriptor, run_dir), request, PATIENCE)
-    assert (msgspec.msgpack.decode(reply), fds) == ({"status": "stale", "epoch": 1}, [])
+    assert fds == []
+    assert "serves epoch" in msgspec.msgpack.decode(reply, type=Reply).reason
+
+
+def test_a_withdrawn_memory_is_not_handed_out_for_epoch_0(run_dir: str) -> None:
+    """Which is what the exporter serves then."""
+    memory = KVMemory.create(BLOCK * COUNT)
+    own = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/withdrawn")
+    descriptor = own.export(1)
+    own.withdraw()
+    reply, fds = fetch(socket_of(descriptor, run_dir), Request(MEMORY_KIND, 0).encode(), PATIENCE)
+    assert (msgspec.msgpack.decode(reply, type=Reply).found, fds) == (False, [])
+    own.close()
+    memory.close()
 
 
 def test_garbage_asked_of_the_socket_is_no_descriptor(exporter, importer, run_dir):
     descriptor = exporter.export(1)
-    for garbage in (b"\xc1", msgspec.msgpack.encode({"epoch": "one"}), b"x" * 4000):
+    no_epoch = msgspec.msgpack.encode({"kind": "memory", "epoch": "one"})
+    for garbage in (b"\xc1", no_epoch, b"x" * 4000):
         reply, fds = fetch(socket_of(descriptor, run_dir), garbage, PATIENCE)
         assert fds == []
-        assert b"bad request" in reply
+        assert not msgspec.msgpack.decode(reply, type=Reply).found
     importer.attach(descriptor).close()
 
 

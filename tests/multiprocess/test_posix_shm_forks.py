@@ -14,9 +14,7 @@ from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
 
 from ..waiting import until
-from .test_posix_shm import ATTACHES, BLOCK, COUNT, REGIONS, run_dir
-
-assert run_dir  # a fixture
+from .test_posix_shm import ATTACHES, BLOCK, COUNT, REGIONS
 
 pytestmark = pytest.mark.multiprocess
 

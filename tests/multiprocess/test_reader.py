@@ -14,7 +14,7 @@ import pytest
 from kvshm import Config, MisuseError, Reader
 from kvshm._api import reader as reader_module
 from kvshm._base.rundir import engine_socket
-from kvshm._node.handout import Reply
+from kvshm._shm.descriptors import Reply
 
 from .joined import TOKENS, Toys
 from .processes import Node, fresh_node, wait_until

@@ -33,10 +33,11 @@ _kinds = count()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[World]:
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
     SurfaceMachine.world = world = World()
     try:
         yield world
+        assert SurfaceMachine.readers_waited_for > 0 or request.session.testsfailed
         world.end()
     finally:
         world.processes.reap()
@@ -46,6 +47,7 @@ class SurfaceMachine(RuleBasedStateMachine):
     """Numbers are taken modulo what there is, since what there is depends on other processes."""
 
     world: World
+    readers_waited_for = 0
 
     @initialize()
     def begin(self) -> None:
@@ -109,6 +111,9 @@ class SurfaceMachine(RuleBasedStateMachine):
         load = self.node.load(found, targets)
         self.own.loads.append((load, found.keys[found.start : found.length]))
         self.refused(lambda: self.node.load(found, targets))
+
+    def finds(self, prompt: int) -> bool:
+        return bool(self.node.lookup(keys_of(prompt)))
 
     def look_up(self, keys: list[bytes], start: int) -> Found:
         found = self.node.lookup(keys, start)
@@ -268,6 +273,29 @@ class SurfaceMachine(RuleBasedStateMachine):
             self.retract(at, 6 + number, wait=bool(at % 2))
             self.peer(side).do("finish")
 
+    @rule(side=sides, prompt=prompts, at=first)
+    def a_reader_is_waited_for(self, side: int, prompt: int, at: int) -> None:
+        """What is retracted while a peer copies it drains until the copy has ended, of which not
+        one block is lost."""
+        reader, nobody_hindered = self.peer(side), not any(p.was_hindered for p in self.world.peers)
+        if not (nobody_hindered and all(peer.is_there for peer in self.world.peers)):
+            return
+        self.publish(prompt, 0, 6, at)
+        for peer in self.world.peers:
+            peer.do("finish")
+        found = reader.do("load", prompt=prompt, held=True, seen=self.seen_by(reader, prompt))
+        leased = self.own.leased()
+        forced, retracted = self.own.counted("forced"), list(self.own.published)
+        self.node.retract(retracted, wait=False)
+        assert self.own.draining() == leased & {*retracted}, "a leased block is not waited for"
+        good = reader.do("finish")["good"]
+        if len(leased) == found["found"]:  # else what it found elsewhere may be gone by now
+            assert good == len(leased), "a reader has lost a block"
+        self.node.drain()
+        assert self.own.counted("forced") == forced
+        self.own.free_blocks(retracted)
+        SurfaceMachine.readers_waited_for += bool(leased)
+
     def seen_by(self, peer: Peer, prompt: int) -> int:
         """How many of the prompt's blocks the peer has to find on this node, sooner or later."""
         if peer.was_hindered or self.world.coordinator is None or not self.node.joined:
@@ -322,6 +350,8 @@ class SurfaceMachine(RuleBasedStateMachine):
                 peer.go_on()
                 if peer.kind:
                     peer.do("finish")
+                    peer.do("reuse", first=0, number=BLOCKS)
+            wait_until(lambda: not any(map(self.finds, range(3))), "what is retracted is forgotten")
             self.world.check_no_leases()
         finally:
             self.own.close()

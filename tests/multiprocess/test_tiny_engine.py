@@ -86,7 +86,7 @@ def wait_known(node: Node, importer: Managed, exporter: Managed, blocks: int) ->
             epochs = {engine.pid: engine.epoch for engine in reader.engines()}
             if not {importer.pid, exporter.pid} <= epochs.keys():
                 return False
-            replica = node.handouts.replica(epochs[importer.pid])
+            replica = node.segments.replica(epochs[importer.pid])
             try:
                 return replica.count >= shown() >= blocks
             finally:

@@ -52,9 +52,3 @@ def test_engines_of_different_transports_do_not_share_and_say_so(
     results = finish([usual, named, strange])
     assert [said["imported"] >= 5 for said in results] == [True, True, False]
     assert [said["wrong"] for said in results] == [0, 0, 0]
-
-
-def test_a_transport_that_is_not_installed_stops_the_start(node: Node) -> None:
-    engine = start(node, 1, KVSHM_TRANSPORT=other_package.NAME)
-    assert engine.wait() == 1
-    assert "ConfigError: KVSHM_TRANSPORT='procfs' is not an installed transport" in str(engine.err)

@@ -30,8 +30,8 @@ from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.marks import Marks
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
+from kvshm._node.segment_server import SegmentClient
 from kvshm._rank.rank_half import RankHalf
 from kvshm.config import Config
 from kvshm.interfaces import Region, SupportsAllocate, choose_transport
@@ -79,8 +79,8 @@ class ToyRank:
             socket_path=rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank),
             fault=config.fault,
         )
-        handouts = Handouts(run_dir, config.namespace)
-        self.cache = RankHalf(self.transport, self.rank, handouts, verify=config.verify)
+        segments = SegmentClient(run_dir, config.namespace)
+        self.cache = RankHalf(self.transport, self.rank, segments, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
         """What the block must hold."""

@@ -70,7 +70,7 @@ def table_of(node: Node, engine: Managed) -> SlotTableView:
     engine.wait_out(lambda line: line == "open")
     for epoch in node.sockets():
         with suppress(SegmentNotFound):
-            table = node.handouts.view(epoch)
+            table = node.segments.view(epoch)
             if table.pid == engine.pid:
                 return table
             table.close()

@@ -10,15 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvshm._base.ids import BlockHash, BlockId, Generation
 from kvshm._node.peers import Peers
 from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, pack_records
 
 from ..sessions import new_namespace
 from . import dumps, replicas
 from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
 from .fd_serving import path, serve
-from .served import ServedNode
+from .served import AnyTable, ServedNode
 
 __all__ = ["path", "serve"]
 
@@ -53,6 +55,13 @@ def row(replica: Replica) -> int:
 
 
 @pytest.fixture
+def held(table: AnyTable) -> bytes:
+    """The record of block 0, published."""
+    record = BlockRecord(BlockHash(b"h" * 32), BlockId(0), Generation(0), 0)
+    return table.publish(pack_records([record]), bytes(8))
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock()
 
@@ -60,7 +69,7 @@ def clock() -> Clock:
 @pytest.fixture
 def peers(served: ServedNode, clock: Clock) -> Iterator[Peers]:
     """What an engine of epoch OWN_EPOCH knows, sound when the test ends."""
-    peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
+    peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments, clock=clock)
     yield peers
     if not peers._closed:
         assert replicas.wrong_in(peers.replica) == []

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from kvshm import _native
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._base.rundir import engine_socket, tables_socket
-from kvshm._node.handout import HandoutServer, Request
+from kvshm._node.segment_server import SegmentServer
 from kvshm._replica.index import Replica
+from kvshm._shm.descriptors import Request
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.segment import Segment
 from kvshm.errors import SegmentNotFound
@@ -110,7 +111,7 @@ def coordinator_of(node: ServedNode, *tables: AnyTable) -> Iterator[None]:
             raise SegmentNotFound("no such engine is in the roster")
         return by_epoch[wanted.epoch].descriptor(wanted.writable)
 
-    server = HandoutServer(tables_socket(node.run_dir, node.namespace), find)
+    server = SegmentServer(tables_socket(node.run_dir, node.namespace), find)
     yield
     server.close()
 
@@ -129,6 +130,6 @@ def silent_engine(node: ServedNode, epoch: int) -> Iterator[None]:
 def handing_out(node: ServedNode, epoch: int, segment: Segment) -> Iterator[None]:
     """Whatever is asked for, this segment is given."""
     path = engine_socket(node.run_dir, node.namespace, epoch)
-    server = HandoutServer(path, lambda wanted: segment.descriptor(wanted.writable))
+    server = SegmentServer(path, lambda wanted: segment.descriptor(wanted.writable))
     yield
     server.close()

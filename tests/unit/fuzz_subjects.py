@@ -141,10 +141,10 @@ class Table(Subject):
         self._opened: list[AnyTable] = []
         super().__init__(self._held._segment)
         node.engines.append(Served(node.run_dir, self._held, node.namespace))
-        self._handouts = node.handouts
+        self._segments = node.segments
 
     def readers(self) -> Readers:
-        yield "fetched", lambda: self._opened.append(fetched(self._handouts, EPOCH))
+        yield "fetched", lambda: self._opened.append(fetched(self._segments, EPOCH))
         for table in (self._held, *self._opened):
             yield from self._reading(table)
             yield from self._changing(table)
@@ -218,12 +218,12 @@ class Index(Subject):
         super().__init__(replica._segment)
         self._name, self._header = replica.name, replica.header
         self._tombstones = {row: bytes(t) for row, t in replica._tombstones.items()}
-        self._handouts = node.handouts
-        self._held = self._handouts.replica(EPOCH)
+        self._segments = node.segments
+        self._held = self._segments.replica(EPOCH)
         self._opened: list[ReplicaReader] = []
 
     def readers(self) -> Readers:
-        yield "fetched", lambda: self._opened.append(self._handouts.replica(EPOCH))
+        yield "fetched", lambda: self._opened.append(self._segments.replica(EPOCH))
         for reader in (self._held, *self._opened):
             yield from self._reading(reader)
         for what, change in self._changes():
@@ -268,7 +268,7 @@ class Index(Subject):
 def dump(run_dir: Path) -> None:
     """The dump, as people and as programs read it, and the check."""
     report = build_report(run_dir, None, Filters(entries=True))
-    render(report, everything=True)
+    list(render(report, everything=True))
     json.dumps(report)
     check_once(run_dir, None)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kvshm._base.copy_path import CopyPath
 from kvshm._base.ids import Epoch
 from kvshm._shm.histograms import NO_VALUES
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import LoopProgress
 from kvshm._shm.statistics import Counter, Histogram
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading, NodeReading
@@ -65,7 +65,7 @@ def engine(
         "counters": ALL_COUNTERS | (counters or {}),
         "histograms": NOTHING_OBSERVED,
         "traffic": tuple(traffic),
-        "progress": tuple(Progress(loop, 0, now, loop == "scheduler") for loop in loops),
+        "progress": tuple(LoopProgress(loop, 0, now, loop == "scheduler") for loop in loops),
         "coordinator_ns": now,
         "joined": True,
         "loads_since": (),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from kvshm._base.ids import Epoch, Fingerprint
 from kvshm._base.rundir import engine_socket, tables_socket
-from kvshm._node.handout import Handouts, HandoutServer, Request, TableType, serve_epoch
+from kvshm._node.segment_server import SegmentClient, SegmentServer, TableType, serve_epoch
 from kvshm._replica.index import Replica
 from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.descriptors import Request
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 from kvshm.errors import SegmentNotFound
@@ -30,7 +31,7 @@ class Served:
         self.table = table
         self.replica = replica or Replica.create(namespace, table.engine, table.epoch, 64)
         self.path = engine_socket(run_dir, namespace, table.epoch)
-        self._server: HandoutServer | None = serve_epoch(self.path, table, self.replica)
+        self._server: SegmentServer | None = serve_epoch(self.path, table, self.replica)
 
     def crash(self) -> None:
         """Leave what a process leaves that is killed: a socket that nobody serves."""
@@ -57,11 +58,11 @@ class ServedNode:
 
     def __init__(self, run_dir: Path, namespace: str) -> None:
         self.run_dir, self.namespace = run_dir, namespace
-        self.handouts = Handouts(run_dir, namespace)
+        self.segments = SegmentClient(run_dir, namespace)
         self.engines: list[Served] = []
         self.roster: dict[int, AnyTable] = {}
         """Whose tables are to be had where the coordinator hands them out."""
-        self._coordinator: HandoutServer | None = None
+        self._coordinator: SegmentServer | None = None
 
     def serve(
         self,
@@ -86,7 +87,7 @@ class ServedNode:
         self.roster[table.epoch] = table
         if self._coordinator is None:
             path = tables_socket(self.run_dir, self.namespace)
-            self._coordinator = HandoutServer(path, self._of_the_roster)
+            self._coordinator = SegmentServer(path, self._of_the_roster)
 
     def _of_the_roster(self, wanted: Request) -> int:
         if wanted.epoch not in self.roster:
@@ -100,9 +101,9 @@ class ServedNode:
             engine.close()
 
 
-def fetched(handouts: Handouts, epoch: int) -> AnyTable:
-    """An engine's table as ``Handouts`` fetches one, for a test that plays all roles."""
-    return handouts._table(AnyTable, handouts._engine_socket(epoch), epoch)
+def fetched(segments: SegmentClient, epoch: int) -> AnyTable:
+    """An engine's table as ``SegmentClient`` fetches one, for a test that plays all roles."""
+    return segments._table(AnyTable, segments._engine_socket(epoch), epoch)
 
 
 def again(table: OwnSlotTable, role: type[TableType] = AnyTable) -> TableType:

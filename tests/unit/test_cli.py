@@ -151,18 +151,16 @@ def test_neither_a_closed_output_nor_its_encoding_is_an_error(
         assert b"Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_arguments_that_cannot_be_used_are_told(subtests: pytest.Subtests) -> None:
+    for wrong in [
         "top --interval 1e10",
         "metrics --listen a..b:80",
         "metrics --output ",
         "metrics --output /x/y/z",
         "metrics --output /dev/null",
-    ],
-)
-def test_arguments_that_cannot_be_used_are_told(wrong: str) -> None:
-    done = kvshm(*wrong.split(" "))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    ]:
+        with subtests.test(wrong=wrong):
+            done = kvshm(*wrong.split(" "))
+            assert (done.returncode, done.stdout) == (2, "")
+            assert "Traceback" not in done.stderr
+            assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from kvshm import _native
+from kvshm._base.rundir import event_endpoint
 from kvshm._base.timing import TIMING, Timing
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.coordinator_session import CoordinatorSession
@@ -29,6 +31,9 @@ from .few_descriptors import descriptors
 from .test_missing_coordinator import INFO
 
 LATER = round(TIMING.send_delay_seconds * 1e6)
+
+
+PATIENCE_MS = 100_000
 
 
 class Silent:
@@ -203,22 +208,46 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     ]
 
 
+def test_what_has_arrived_outlives_the_connection(tmp_path: Path) -> None:
+    """With the option IMMEDIATE libzmq would drop it, and abort in the middle of a message."""
+    session = CoordinatorSession(tmp_path, "ns", Silent(), Clock(), lambda: 1.0)  # type: ignore[arg-type]  # asked nothing
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind(event_endpoint(tmp_path, "ns"))
+        session.open((), lambda: None)
+        received = session._sockets._broadcasts
+        received.setsockopt(zmq.SUBSCRIBE, INFO.fingerprint)
+        assert publisher.poll(PATIENCE_MS)
+        publisher.recv()
+        monitor = received.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for _ in range(100):
+            publisher.send(broadcast_frame(INFO.fingerprint, []))
+    assert monitor.poll(PATIENCE_MS)
+    monitor.recv_multipart()
+    received.disable_monitor()
+    arrived = 0
+    while received.poll(0):
+        received.recv(zmq.NOBLOCK)
+        arrived += 1
+    assert arrived == 100
+    session._sockets._context.destroy(linger=0)
+
+
 def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path) -> None:
     """It may still be queued when the engine has subscribed to another one, which counts anew."""
     heard: list[Update] = []
     handler = SimpleNamespace(apply=heard.append)
     clock = Clock()
     session = CoordinatorSession(tmp_path, "ns", handler, clock, lambda: 1.0)  # type: ignore[arg-type]  # it has the methods that are called
-    session._topic = INFO.fingerprint
+    session._sockets.topic = INFO.fingerprint
     session._on_joined(JOINED, 0.0)
     session._pass_on()
     heard.clear()
-    joined_at = session._last_heard
+    joined_at = session._due.last_heard
     clock.now += 1.0
     told = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
     session._on_broadcast(broadcast_frame(bytes(32), [told]))
     session._pass_on()
-    assert (heard, session._last_heard) == ([], joined_at)
+    assert (heard, session._due.last_heard) == ([], joined_at)
     session._on_broadcast(broadcast_frame(INFO.fingerprint, [told]))
     session._pass_on()
     assert len(heard) == 1
@@ -239,12 +268,12 @@ def test_a_coordinator_is_not_lost_while_the_machine_was_suspended(tmp_path: Pat
     session.open((), lambda: None)
     session._state = type(session._state).JOINING
     session._on_joined(JOINED, clock())
-    session._poller.poll = suspended  # type: ignore[assignment,method-assign]  # is called as poll is
+    session._sockets._poller.poll = suspended  # type: ignore[assignment,method-assign]  # is called as poll is
     for _ in range(3):
         session.wait()
         session.work()
         assert session.is_member
-    session._last_heard -= TIMING.silence_seconds
+    session._due.last_heard -= TIMING.silence_seconds
     session.work()
     assert not session.is_member, "it was silent for so long"
     session.close()

@@ -24,24 +24,22 @@ def test_every_command_says_what_it_does_what_each_option_means_and_how_it_ends(
     assert [*command_pages.pages()] == [f"{name}.md" for name in cli.COMMANDS] + ["README.md"]
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
+def test_bash_completes_commands_and_options(subtests: pytest.Subtests) -> None:
+    for words, completed in [
         (["st"], ["status"]),
         (["dump", "--lea"], ["--leased"]),
         (["kv", "com"], ["compare"]),
         (["doctor", "--bundle", "/etc/os-rel"], ["/etc/os-release"]),
         (["kv", "compare", "/etc/os-rel"], ["/etc/os-release"]),
         (["top", "--run-dir", "/et"], ["/etc"]),
-    ],
-)
-def test_bash_completes_commands_and_options(words: list[str], completed: list[str]) -> None:
-    typed = " ".join(["kvshm", *words])
-    script = (
-        f'eval "$({sys.executable} -m kvshm.tools.cli completion bash)"\n'
-        f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; COMP_LINE='{typed}'\n"
-        "_shtab_kvshm\n"
-        'echo "${COMPREPLY[@]}"\n'
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert (done.stdout.split(), done.stderr) == (completed, "")
+    ]:
+        with subtests.test(words=words, completed=completed):
+            typed = " ".join(["kvshm", *words])
+            script = (
+                f'eval "$({sys.executable} -m kvshm.tools.cli completion bash)"\n'
+                f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; COMP_LINE='{typed}'\n"
+                "_shtab_kvshm\n"
+                'echo "${COMPREPLY[@]}"\n'
+            )
+            done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+            assert (done.stdout.split(), done.stderr) == (completed, "")

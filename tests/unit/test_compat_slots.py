@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,8 @@ from kvshm.errors import MisuseError
 T, F = [True] * 4, [False] * 4
 
 
-@pytest.mark.parametrize(
-    ("mask", "num_tokens", "runs"),
-    [
+def test_a_mask_is_runs_of_whole_blocks(subtests: pytest.Subtests) -> None:
+    for mask, num_tokens, runs in [
         (None, 8, [(0, 2)]),
         (None, 11, [(0, 2)]),
         (None, 3, []),
@@ -34,12 +32,9 @@ T, F = [True] * 4, [False] * 4
         ([*T, True, False, True], 7, [(0, 1)]),
         (bytes([0] * 4 + [1] * 4), 8, [(1, 2)]),
         (array("b", [1] * 4 + [0] * 4), 8, [(0, 1)]),
-    ],
-)
-def test_a_mask_is_runs_of_whole_blocks(
-    mask: Any, num_tokens: int, runs: list[tuple[int, int]]
-) -> None:
-    assert wanted_runs(mask, num_tokens, 4) == runs
+    ]:
+        with subtests.test(mask=mask, num_tokens=num_tokens, runs=runs):
+            assert wanted_runs(mask, num_tokens, 4) == runs
 
 
 @pytest.mark.parametrize(
@@ -56,24 +51,21 @@ def test_a_mask_that_is_not_is_refused(mask: list[bool], says: str) -> None:
         wanted_runs(mask, 8, 4)
 
 
-@pytest.mark.parametrize(
-    ("slots", "begin", "end", "blocks"),
-    [
+def test_slots_in_order_are_blocks(subtests: pytest.Subtests) -> None:
+    for slots, begin, end, blocks in [
         ([8, 9, 10, 11, 0, 1, 2, 3], 0, 8, [2, 0]),
         ([-1, -1, -1, -1, 0, 1, 2, 3], 4, 8, [0]),
         ([8, 9, 10, 11, 0, 1], 0, 6, [2, 0]),
         (array("q", [8, 9, 10, 11]), 0, 4, [2]),
         ([np.array(8), np.int32(9), 10, 11], 0, 4, [2]),
         ([], 0, 0, []),
-    ],
-)
-def test_slots_in_order_are_blocks(slots: Any, begin: int, end: int, blocks: list[int]) -> None:
-    assert blocks_at(slots, begin, end, 4) == blocks
+    ]:
+        with subtests.test(slots=slots, begin=begin, end=end, blocks=blocks):
+            assert blocks_at(slots, begin, end, 4) == blocks
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
+def test_other_slots_are_refused(subtests: pytest.Subtests) -> None:
+    for slots in [
         [0, 1, 2, 3, 4, 6, 5, 7],
         [0, 1, 2, 3, 7, 6, 5, 4],
         [0, 1, 2, 3, 5, 6, 7, 8],
@@ -83,21 +75,18 @@ def test_slots_in_order_are_blocks(slots: Any, begin: int, end: int, blocks: lis
         [0, 1, 2, 3, -4, -3, -2, -1],
         [0, 1, 2, 3, 4, 4, 4, 4],
         [0, 1, 2, 3, 4, 5, 6],
-    ],
-    ids=["permuted", "reversed", "offset", "mixed", "gap", "none", "negative", "equal", "short"],
-)
-def test_other_slots_are_refused(slots: list[int]) -> None:
-    with pytest.raises(SlotMappingError):
-        blocks_at(slots, 0, 8, 4)
+    ]:
+        with subtests.test(slots=slots), pytest.raises(SlotMappingError):
+            blocks_at(slots, 0, 8, 4)
 
 
 NO_NUMBERS = [None, 5, "01234567", ["0"] * 8, [None] * 8, np.zeros((2, 4), int), np.arange(8.0)]
 
 
-@pytest.mark.parametrize("slots", [*NO_NUMBERS, [np.arange(4), np.arange(4)]], ids=repr)
-def test_what_are_no_numbers_are_no_slots(slots: Any) -> None:
-    with pytest.raises(SlotMappingError, match="whole numbers"):
-        blocks_at(slots, 0, 8, 4)
+def test_what_are_no_numbers_are_no_slots(subtests: pytest.Subtests) -> None:
+    for slots in [*NO_NUMBERS, [np.arange(4), np.arange(4)]]:
+        with subtests.test(slots=slots), pytest.raises(SlotMappingError, match="whole numbers"):
+            blocks_at(slots, 0, 8, 4)
 
 
 def test_what_is_no_mask_is_refused() -> None:

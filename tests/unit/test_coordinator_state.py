@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -129,34 +127,32 @@ def test_topics_are_numbered_apart_and_incompatible_engines_named_most_alike_fir
     ]
 
 
-@pytest.mark.parametrize(
-    ("sender", "change", "reason", "remedy"),
-    [
+def test_refused_at_once(subtests: pytest.Subtests) -> None:
+    for sender, change, reason, remedy in [
         (Sender(b"r", UID + 1, 5), {}, "uid 1001", "one user"),
         (Sender(b"r", -1, -1), {}, "does not tell", "libzmq"),
         (None, {"fingerprint": b"short"}, "malformed", "bug"),
+        (None, {"fingerprint": bytes(33)}, "malformed", "bug"),
         (None, {"ranks": []}, "malformed", "bug"),
         (None, {"num_blocks": 0}, "malformed", "bug"),
+        (None, {"num_blocks": -1}, "malformed", "bug"),
         (None, {"num_blocks": MAX_BLOCKS + 1}, "malformed", "bug"),
         (None, {"fields": {"weights": "x" * MAX_FIELDS_CHARACTERS}}, "malformed", "bug"),
         (None, {"name": "x" * 65}, "malformed", "bug"),
         (None, {"epoch": 0, "pid": 5}, "malformed", "bug"),
-    ],
-)
-def test_refused_at_once(
-    sender: Sender | None, change: dict[str, Any], reason: str, remedy: str
-) -> None:
-    state, info = new_state(), msgspec.structs.replace(engine(5), **change)
-    message = Join(protocol=PROTOCOL_VERSION, engine=info)
-    for times in range(2):
-        actions = decide(state, EngineMessage(sender or sender_of(info), message), 0.0)
-        (reply,) = [a.message for a in only(actions, SendReply)]
-        assert isinstance(reply, Refused)
-        assert reason in reply.reason
-        assert remedy in reply.remedy
-        assert not reply.retry
-        assert len(only(actions, Log)) == (times == 0)  # logged once
-    assert not state.engines
+    ]:
+        with subtests.test(sender=sender, change=change, reason=reason, remedy=remedy):
+            state, info = new_state(), msgspec.structs.replace(engine(5), **change)
+            message = Join(protocol=PROTOCOL_VERSION, engine=info)
+            for times in range(2):
+                actions = decide(state, EngineMessage(sender or sender_of(info), message), 0.0)
+                (reply,) = [a.message for a in only(actions, SendReply)]
+                assert isinstance(reply, Refused)
+                assert reason in reply.reason
+                assert remedy in reply.remedy
+                assert not reply.retry
+                assert len(only(actions, Log)) == (times == 0)  # logged once
+            assert not state.engines
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 
 from kvshm._base.rundir import command_endpoint, event_endpoint
 from kvshm._base.timing import TIMING, Timing
-from kvshm._node.handout import Request
 from kvshm._node.protocol import PROTOCOL_VERSION, Join
+from kvshm._shm.descriptors import Request
 from kvshm._shm.segment import TABLE_KIND
 from kvshm.coordinator.actions import (
     BadMessage,
@@ -55,8 +55,8 @@ MUTE = ENGINE.replace("engine.table.begin_pulse(None)\n", "")
 WORKER = f"""
 import sys
 from pathlib import Path
-from kvshm._node.handout import Handouts
-table = Handouts(Path(sys.argv[1]), sys.argv[2]).rank_table({EPOCH})
+from kvshm._node.segment_server import SegmentClient
+table = SegmentClient(Path(sys.argv[1]), sys.argv[2]).rank_table({EPOCH})
 table.begin_pulse(int(sys.argv[3]))
 print("has the table", flush=True)
 sys.stdin.read()

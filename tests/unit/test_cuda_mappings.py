@@ -111,7 +111,7 @@ def test_vmm_memory_described_anew_has_another_export_id(node: Node) -> None:
 def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vmm, "FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
+    monkeypatch.setattr(vmm, "MEMORY_SECONDS", 90.0)  # longer than anybody waits here
     hung, healthy, two = (node.rank(kind="fd") for _ in range(3))
     descriptor = wire(hung.transport.export(EPOCH))
     silent = with_details(descriptor, socket="hung")
@@ -155,8 +155,8 @@ def open_on(path: str) -> int:
     ("answer", "descriptors", "complaint"),
     [
         (b"garbage", 1, "undecodable"),
-        (msgspec.msgpack.encode({"status": "ok"}), 0, "0 descriptors"),
-        (msgspec.msgpack.encode({"status": "ok"}), 2, "2 descriptors"),
+        (msgspec.msgpack.encode({"found": True}), 0, "0 descriptors"),
+        (msgspec.msgpack.encode({"found": True}), 2, "2 descriptors"),
     ],
 )
 def test_a_peer_that_hands_over_something_else_than_one_memory_is_refused(

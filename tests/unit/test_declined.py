@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,12 +29,11 @@ from kvshm.tools.node.reader import NodeReader
 SPACE = "n"
 
 
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        yield Path(directory)
-        for name in ("e", "f"):
-            forget_declined(name)
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    for name in ("e", "f"):
+        forget_declined(name)
 
 
 def record(run_dir: Path, engine: str = "e", reason: str = "no blocks") -> Declined:

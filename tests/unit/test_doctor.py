@@ -16,7 +16,7 @@ import pytest
 from kvshm._base.copy_path import CopyPath
 from kvshm._base.declined import declined_now, forget_declined, record_declined
 from kvshm._base.ids import Epoch
-from kvshm._node.incompatible import REFUSED
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
 from kvshm._shm.traffic import Traffic
 from kvshm.coordinator.joining import refuse_version
@@ -227,10 +227,11 @@ def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
 
 
 def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
-    two[0].table.log_error("cannot share with b: kv_dtype is fp8 here, auto there")
+    values = "is fp8 here, auto there"
+    two[0].table.log_error("b", "kv_dtype", values, code=ErrorCode.CANNOT_SHARE)
     mismatch = VersionMismatch("protocol", 4, 3)
     refusal = refuse_version("protocol", mismatch, "9.0")
-    two[1].table.log_error(f"{REFUSED}{refusal.remedy}; {refusal.reason}")
+    two[1].table.log_error(refusal.remedy, refusal.reason, code=ErrorCode.REFUSED)
     seen = look(served)
     assert engines.fingerprints(seen) == (
         Result.WARNING,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvshm._base.ids import Epoch, Fingerprint
-from kvshm._node.handout import FETCH_SECONDS
+from kvshm._node.segment_server import FETCH_SECONDS
 from kvshm._shm.layout import VERSION_OFFSET
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.segment import Segment

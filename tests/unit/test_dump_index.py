@@ -113,7 +113,7 @@ def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
     assert table.lease(LeaseBit(9), pack_records(records))[0] == 1
     holder = dumped.report()["engines"][0]["blocks"][0]["holders"][0]
     assert (holder["bit"], holder["engine"], holder["pid"]) == (9, None, None)
-    assert "unknown (bit 9)" in render(build_report(dumped.run_dir, None, Filters()))
+    assert "unknown (bit 9)" in "".join(render(build_report(dumped.run_dir, None, Filters())))
 
 
 def test_chains_are_told_by_their_last_block_the_longest_first(dumped, busy):

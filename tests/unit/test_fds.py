@@ -301,7 +301,7 @@ def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, m
     assert [peer_has_closed(one) for one in kept[2:]] == [False] * 2
     for one in kept:
         one.close()
-    until(lambda: not server._kept)
+    until(lambda: not server._clients.kept)
 
 
 def test_a_forked_child_holds_no_connection_open(path):

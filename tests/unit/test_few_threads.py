@@ -17,8 +17,8 @@ from kvshm._base.timing import TIMING
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._node.coordinator_client import CoordinatorClient
-from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
+from kvshm._node.segment_server import SegmentClient
 from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.fd_server import FdServer
 from kvshm.config import Config
@@ -61,7 +61,7 @@ def test_a_client_leaves_nothing_behind(place: Path, short: Any, nothing_opened:
 
 def test_a_rank_says_so(place: Path) -> None:
     with no_threads(), pytest.raises(TransportError, match="ulimit -u"):
-        RankHalf(None, Rank(0), Handouts(place, "ns"))  # type: ignore[arg-type]  # asked nothing
+        RankHalf(None, Rank(0), SegmentClient(place, "ns"))  # type: ignore[arg-type]  # asked nothing
 
 
 def test_a_copy_that_got_no_thread_fails_and_the_next_does_not_wait_for_ever() -> None:

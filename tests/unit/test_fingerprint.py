@@ -41,11 +41,12 @@ def test_another_process_computes_the_same() -> None:
     assert told.strip() == fingerprint(SOME).hex()
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_each_field_counts_and_is_named(name: str) -> None:
-    other = SOME | {name: "another"}
-    assert fingerprint(other) != fingerprint(SOME)
-    assert differences(SOME, other) == {name: (f"value of {name}", "another")}
+def test_each_field_counts_and_is_named(subtests: pytest.Subtests) -> None:
+    for name in FIELDS:
+        with subtests.test(name=name):
+            other = SOME | {name: "another"}
+            assert fingerprint(other) != fingerprint(SOME)
+            assert differences(SOME, other) == {name: (f"value of {name}", "another")}
 
 
 def test_the_most_telling_difference_comes_first() -> None:

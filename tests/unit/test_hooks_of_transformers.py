@@ -13,13 +13,16 @@ FOLDER = Path(__file__).parents[2] / "hooks" / "transformers"
 MODULES = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_it_imports_nothing_of_kvshm_but_the_surface(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            assert node.module == "kvshm.api" or not str(node.module).startswith("kvshm")
-        elif isinstance(node, ast.Import):
-            assert not [alias.name for alias in node.names if alias.name.startswith("kvshm")]
+def test_it_imports_nothing_of_kvshm_but_the_surface(subtests: pytest.Subtests) -> None:
+    for path in MODULES:
+        with subtests.test(path=path):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level == 0:
+                    assert node.module == "kvshm.api" or not str(node.module).startswith("kvshm")
+                elif isinstance(node, ast.Import):
+                    assert not [
+                        alias.name for alias in node.names if alias.name.startswith("kvshm")
+                    ]
 
 
 def test_kvshm_alone_imports_no_engine() -> None:

@@ -11,7 +11,6 @@ from kvshm._shm.layout import (
     NUM_ROWS,
     ROW_BYTES,
     ROWS_OFFSET,
-    BlockRecord,
     RowState,
     pack_records,
     unpack_records,
@@ -32,18 +31,6 @@ def test_a_published_prefix_is_found_as_one_run(replica: Replica, row: int) -> N
     assert replica.lookup((), 2, 9) == []
 
 
-def test_a_lookup_ends_at_the_first_missing_block(replica: Replica, row: int) -> None:
-    replica.apply(row, packed([0, 1, 3]))
-    assert replica.lookup(HASHES, 0, 4) == [(row, packed([0, 1]))]
-
-
-def test_digests_of_16_bytes_are_found_as_they_are(replica: Replica, row: int) -> None:
-    short = HASHES[0][:16]
-    replica.apply(row, pack_records([BlockRecord(short.ljust(32, b"\0"), 3, 1, 0)]))
-    [(_, records)] = replica.lookup([short], 0, 1)
-    assert next(unpack_records(records)).block_id == 3
-
-
 def test_an_equal_tag_is_no_more_than_a_hint(replica: Replica, row: int) -> None:
     """The index keeps 8 bytes of a hash; the record repeats the hash that was asked for, so
     that the lease can compare all 32 bytes with the slot's."""
@@ -51,48 +38,6 @@ def test_an_equal_tag_is_no_more_than_a_hint(replica: Replica, row: int) -> None
     twin = HASHES[0][:8] + bytes(24)
     [(_, records)] = replica.lookup([twin], 0, 1)
     assert next(unpack_records(records)).block_hash == twin
-
-
-def test_a_replayed_publish_does_not_resurrect(replica: Replica, row: int) -> None:
-    replica.apply(row, packed([7], 3))
-    replica.apply(row, packed([7], 3, RETRACT))
-    assert replica.apply(row, packed([7], 3)) == ApplyResult(ignored=1)
-    assert found(replica, 7) == []
-
-
-def test_a_retract_that_overtakes_its_publish_holds(replica: Replica, row: int) -> None:
-    replica.apply(row, packed([7], 3, RETRACT))
-    assert replica.apply(row, packed([7], 3)) == ApplyResult(ignored=1)
-    assert found(replica, 7) == []
-    assert replica.apply(row, packed([7], 4)).added == 1
-
-
-def test_an_old_retract_leaves_a_newer_publish_alone(replica: Replica, row: int) -> None:
-    replica.apply(row, packed([7], 5))
-    assert replica.apply(row, packed([7], 4, RETRACT)) == ApplyResult(ignored=1)
-    assert found(replica, 7) == [(row, 5)]
-
-
-def test_a_reused_block_replaces_its_entry_without_a_retract(replica: Replica, row: int) -> None:
-    replica.apply(row, pack_records([record(7, 1, content=100)]))
-    replica.apply(row, pack_records([record(7, 2, content=200)]))
-    assert found(replica, 100) == []
-    assert found(replica, 200) == [(row, 2)]
-    assert replica.count == 1
-
-
-def test_a_batch_is_one_ordered_list(replica: Replica, row: int) -> None:
-    batch = [record(1, 1), record(1, 1, RETRACT), record(1, 2), record(2, 1), record(1, 1)]
-    assert replica.apply(row, pack_records(batch)) == ApplyResult(added=3, removed=1, ignored=1)
-    assert (found(replica, 1), found(replica, 2)) == ([(row, 2)], [(row, 1)])
-
-
-def test_generations_wrap(replica: Replica, row: int) -> None:
-    """Modulo 2**32, as the slot's word counts."""
-    for generation in (1, 2**31, 2**32 - 1):
-        replica.apply(row, packed([1], generation))
-    assert replica.apply(row, packed([1], 0)).added == 1
-    assert found(replica, 1) == [(row, 0)]
 
 
 def test_a_block_the_engine_does_not_have_is_refused_before_anything(replica: Replica) -> None:
@@ -124,34 +69,6 @@ def test_nothing_is_forgotten_of_the_next_engine_of_a_row(replica: Replica, row:
 
 
 # -- rows
-
-
-def test_engines_with_equal_block_ids_never_mix(replica: Replica) -> None:
-    a, b = replica.add_row(1, "a", 100, 0), replica.add_row(2, "b", 100, 1)
-    replica.apply(a, pack_records([record(1, 9, content=10)]))
-    replica.apply(b, pack_records([record(1, 2, content=20)]))
-    assert (found(replica, 10), found(replica, 20)) == ([(a, 9)], [(b, 2)])
-    replica.apply(b, pack_records([record(1, 9, RETRACT, content=10)]))
-    assert (found(replica, 10), found(replica, 20)) == ([(a, 9)], [])
-
-
-def test_of_several_owners_the_mask_decides(replica: Replica) -> None:
-    a, b = replica.add_row(1, "a", 100, 0), replica.add_row(2, "b", 100, 1)
-    replica.apply(a, packed([1], 3))
-    replica.apply(b, packed([1], 4))
-    assert found(replica, 1, 1 << a) == [(a, 3)]
-    assert found(replica, 1, 1 << b) == [(b, 4)]
-    assert found(replica, 1, 0) == []
-
-
-def test_a_prefix_is_cut_into_as_few_owners_as_possible(replica: Replica) -> None:
-    a, b = replica.add_row(1, "a", 100, 0), replica.add_row(2, "b", 100, 1)
-    replica.apply(a, packed([0, 1, 4]))
-    replica.apply(b, packed([0, 1, 2, 3]))
-    assert replica.lookup(HASHES, 0, 9) == [
-        (b, packed([0, 1, 2, 3])),
-        (a, packed([4])),
-    ]
 
 
 def test_rows_say_who_they_are(replica: Replica) -> None:

@@ -55,6 +55,8 @@ def test_a_name_that_is_not_installed_is_named_with_those_that_are() -> None:
     for ask in (check_installed, lambda name: choose_transport(name, "cpu")):
         with pytest.raises(ConfigError, match=told):
             ask("procfs")
+    with pytest.raises(TransportError, match="no transport 'procfs'"):
+        load_transport("procfs")
 
 
 @pytest.mark.parametrize(

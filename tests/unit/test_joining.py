@@ -29,13 +29,6 @@ IDENTITY = Identity(engine="toy 1", model="m", weights="w")
 
 
 @pytest.fixture
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("k")
-    directory.chmod(0o700)
-    return directory
-
-
-@pytest.fixture
 def memory() -> Iterator[Any]:
     memory = kvshm.allocate(8 * BLOCK)
     yield memory

@@ -53,14 +53,20 @@ def test_equal_numbers_have_no_error() -> None:
     assert found.cosine == pytest.approx(1)
 
 
-@pytest.mark.parametrize("pair", [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (INF, -INF), (NAN, INF)])
 def test_a_number_that_only_one_side_has_finite_is_an_infinite_error(
-    pair: tuple[float, float],
+    subtests: pytest.Subtests,
 ) -> None:
-    found = distance([2.0, pair[0]], [2.0, pair[1]])
-    assert found.not_finite == 1
-    assert (found.max_abs, found.mean_abs, found.rmse, found.snr_db) == (INF, INF, INF, -INF)
-    assert math.isnan(found.cosine)
+    for pair in [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (INF, -INF), (NAN, INF)]:
+        with subtests.test(pair=pair):
+            found = distance([2.0, pair[0]], [2.0, pair[1]])
+            assert found.not_finite == 1
+            assert (found.max_abs, found.mean_abs, found.rmse, found.snr_db) == (
+                INF,
+                INF,
+                INF,
+                -INF,
+            )
+            assert math.isnan(found.cosine)
 
 
 def test_a_nan_that_both_have_spoils_no_mean() -> None:
@@ -105,18 +111,16 @@ def test_several_parts_add_up_to_the_whole() -> None:
     assert vars(parts) == vars(whole)
 
 
-@pytest.mark.parametrize(
-    ("fields", "dtype"),
-    [
+def test_the_format_is_that_of_the_fields(subtests: pytest.Subtests) -> None:
+    for fields, dtype in [
         ({"kv_dtype": "auto", "dtype": "torch.bfloat16"}, "bfloat16"),
         ({"kv_dtype": "torch.float16", "dtype": "torch.bfloat16"}, "float16"),
         ({"dtype": "float32"}, "float32"),
         ({"kv_dtype": "fp8_e4m3", "dtype": "torch.bfloat16"}, "uint8"),
         ({}, "uint8"),
-    ],
-)
-def test_the_format_is_that_of_the_fields(fields: dict[str, str], dtype: str) -> None:
-    assert dtype_of(fields) == dtype
+    ]:
+        with subtests.test(fields=fields, dtype=dtype):
+            assert dtype_of(fields) == dtype
 
 
 # -- the command

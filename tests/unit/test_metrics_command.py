@@ -44,12 +44,13 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
 
 
-@pytest.mark.parametrize(
-    "text", ["", ":1", "x", "1:", "1.2.3.4", "::1", "::1:9402", "65536", "-1", "²", "[]:1"]
-)
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a port"):
-        parse_address(text)
+def test_what_is_no_address_is_refused(subtests: pytest.Subtests) -> None:
+    for text in ["", ":1", "x", "1:", "1.2.3.4", "::1", "::1:9402", "65536", "-1", "²", "[]:1"]:
+        with (
+            subtests.test(text=text),
+            pytest.raises(argparse.ArgumentTypeError, match="is not a port"),
+        ):
+            parse_address(text)
 
 
 def test_engines_of_one_namespace_or_of_all(served: ServedNode) -> None:

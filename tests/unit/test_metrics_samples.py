@@ -15,10 +15,10 @@ from kvshm._base.copy_path import CopyPath
 from kvshm._base.ids import Epoch
 from kvshm._node import incompatible
 from kvshm._node.protocol import PROTOCOL_VERSION, IncompatibleEngine
-from kvshm._shm.error_log import LoggedError
+from kvshm._shm.error_log import ErrorCode, LoggedError
 from kvshm._shm.histograms import NO_VALUES, Distribution
 from kvshm._shm.layout import LAYOUT_VERSION, NUM_BUCKETS
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import LoopProgress
 from kvshm._shm.statistics import Counter, Histogram
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.metrics.command import as_json
@@ -65,7 +65,10 @@ HEALTHY = EngineReading(
     counters=dict.fromkeys((c.label for c in Counter.REGISTRY.values()), 0),
     histograms={h.label: NO_VALUES for h in Histogram.REGISTRY.values()},
     traffic=(),
-    progress=(Progress("scheduler", 2, NOW - 10**9, idles=True), Progress("client", 0, 0, False)),
+    progress=(
+        LoopProgress("scheduler", 2, NOW - 10**9, idles=True),
+        LoopProgress("client", 0, 0, False),
+    ),
     coordinator_ns=NOW,
     loads_since=(NOW - 4 * 10**9, NOW - 2 * 10**9),
     errors=(),
@@ -266,8 +269,9 @@ def test_what_a_replica_lacks_and_who_is_suspected() -> None:
 
 def test_engines_of_one_model_that_cannot_share_are_refused_by_the_field_that_differs() -> None:
     differs = IncompatibleEngine("b", 8, {"kv_dtype": ("auto", "fp8"), "parallel": ("1", "2")})
-    entry = incompatible.error_log_entry(differs)
-    errors = (LoggedError(1, 0, 0, "cannot lease: is b"), LoggedError(1, 0, 0, entry))
+    about = incompatible.record(differs)
+    entry = LoggedError(1, 0, 0, "", ErrorCode.CANNOT_SHARE, about)
+    errors = (LoggedError(1, 0, 0, "cannot lease: is b"), entry)
     other = replace(HEALTHY, epoch=Epoch(2), name="b", label="b", fingerprint="ff")
     another = replace(other, epoch=Epoch(3), name="c", label="c", model="x")
     ended = replace(other, epoch=Epoch(4), name="d", label="d", owner_died=True)

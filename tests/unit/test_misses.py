@@ -15,12 +15,11 @@ from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
 from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
 from kvshm._node import incompatible
-from kvshm._node.incompatible import NO_BIT
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
 from kvshm._shm import statistics as c
-from kvshm._shm.error_log import TEXT_BYTES
+from kvshm._shm.error_log import TEXT_BYTES, ErrorCode, LoggedError
 from kvshm._shm.own_slot_table import TableSpec
 
 from .exporters import OWN_EPOCH, Clock
@@ -131,12 +130,22 @@ def test_another_epochs_counters_begin_at_zero(
     another.close()
 
 
+def recorded(other: IncompatibleEngine) -> str:
+    """What the slot table's error log says of an engine."""
+    return ErrorCode.CANNOT_SHARE.text(*incompatible.record(other))
+
+
+def logged(other: IncompatibleEngine) -> LoggedError:
+    code, about = ErrorCode.CANNOT_SHARE, incompatible.record(other)
+    return LoggedError(1, 1, 1, code.text(*about), code, about)
+
+
 def test_an_incompatible_engine_is_named_with_what_differs() -> None:
     assert str(incompatible.log_line(OTHER)) == (
         "engine vllm-7 (pid 7) cannot share with this one: "
         "dtype is bf16 here, f16 there; also weights"
     )
-    assert incompatible.error_log_entry(OTHER) == (
+    assert recorded(OTHER) == (
         "cannot share with vllm-7: dtype is bf16 here, f16 there; also weights"
     )
 
@@ -144,15 +153,18 @@ def test_an_incompatible_engine_is_named_with_what_differs() -> None:
 NAMES = ("a", "a: model is b", 'a"', "a\\", '"a": model is', "a:", "model is", "\n", "模 型")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_no_part_of_what_is_read_from_an_entry(name: str) -> None:
+def test_a_name_is_no_part_of_what_is_read_from_an_entry(subtests: pytest.Subtests) -> None:
     """Engines choose their names."""
-    entry = incompatible.error_log_entry(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
-    assert incompatible.differing_field(entry, name) == "dtype"
-    for other in set(NAMES) - {name}:
-        assert incompatible.differing_field(entry, other) is None
-    assert incompatible.differing_field("cannot lease: is b", name) is None
-    assert entry.isprintable()
+    for name in NAMES:
+        with subtests.test(name=name):
+            entry = logged(IncompatibleEngine(name, 7, {"dtype": ("1", "2")}))
+            assert incompatible.differing_field(entry, name) == "dtype"
+            for other in set(NAMES) - {name}:
+                assert incompatible.differing_field(entry, other) is None
+            assert incompatible.differing_field(entry._replace(code=ErrorCode.OTHER), name) is None
+            torn = entry._replace(about=entry.about[:1])
+            assert incompatible.differing_field(torn, name) == ""
+            assert entry.text.isprintable()
 
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
@@ -165,29 +177,28 @@ def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
     assert str(incompatible.log_line(endless)).endswith("...")
 
 
-@pytest.mark.parametrize("same", [0, 5, 90])
-@pytest.mark.parametrize("others", [0, 40])
-@pytest.mark.parametrize("name", ["vllm-4194304", "n" * 64])
-def test_a_note_fits_the_error_log_and_shows_where_values_differ(
-    name: str, others: int, same: int
-) -> None:
-    ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
-    differing = {"batch_invariant": (ours, theirs)}
-    differing |= {f"field{i}": ("1", "2") for i in range(others)}
-    text = incompatible.error_log_entry(IncompatibleEngine(name, 4194304, differing))
-    assert len(text) <= TEXT_BYTES
-    if len(name) < 20:
-        assert "1 here, " in text
-        assert "2 there" in text
+def test_a_note_fits_the_error_log_and_shows_where_values_differ(subtests: pytest.Subtests) -> None:
+    for name in ["vllm-4194304", "n" * 64]:
+        for others in [0, 40]:
+            for same in [0, 5, 90]:
+                with subtests.test(name=name, others=others, same=same):
+                    ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
+                    differing = {"batch_invariant": (ours, theirs)}
+                    differing |= {f"field{i}": ("1", "2") for i in range(others)}
+                    text = recorded(IncompatibleEngine(name, 4194304, differing))
+                    assert len(text) <= TEXT_BYTES
+                    if len(name) < 20:
+                        assert "1 here, " in text
+                        assert "2 there" in text
 
 
 def test_versions_are_shown_whole_or_from_their_beginning() -> None:
     differing = {"engine": ("vllm 0.33.0+cpu", "vllm 0.32.0"), "execution": ("1", "2")}
     differing["layers"] = ("1", "2")
-    said = incompatible.error_log_entry(IncompatibleEngine("vllm-20710", 20710, differing))
+    said = recorded(IncompatibleEngine("vllm-20710", 20710, differing))
     assert ": engine is vllm 0.33.0+cpu here, vllm 0.32.0 there; also execution layers" in said
     differing["engine"] = ("vllm 0.33.0+cpu.local", "vllm 0.32.0+cpu")
-    said = incompatible.error_log_entry(IncompatibleEngine("vllm-20710", 20710, differing))
+    said = recorded(IncompatibleEngine("vllm-20710", 20710, differing))
     assert ": engine is vllm 0.33.0+" in said, said
 
 
@@ -196,20 +207,19 @@ def test_adapters_are_named_before_the_weights_that_differ_by_them() -> None:
     for number, of_one in enumerate(fields):
         of_one |= {"weights": f"{number}" * 64, "lora": "off,rank=16"[4 * number :]}
     other = IncompatibleEngine("vllm-25181", 7, differences(*fields))
-    said = incompatible.error_log_entry(other)
+    said = recorded(other)
     assert said.endswith("; also weights"), said
     assert said.startswith("cannot share with vllm-25181: lora is ")
 
 
 def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
     differing = {"weights": ("1" * 64, "2" * 64), "execution": ("1", "2"), "layout": ("1", "2")}
-    said = incompatible.error_log_entry(IncompatibleEngine("vllm-25181", 7, differing))
+    said = recorded(IncompatibleEngine("vllm-25181", 7, differing))
     assert said.endswith(f"{'2' * 12} there; also execution layout"), said
 
 
-@pytest.mark.parametrize(
-    ("fields", "another"),
-    [
+def test_another_model_is_told_from_one_that_is_set_up_otherwise(subtests: pytest.Subtests) -> None:
+    for fields, another in [
         ("model model_config weights dtype", True),
         ("weights", True),
         ("engine weights", True),
@@ -223,13 +233,10 @@ def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
         ("model_config", False),
         ("none_hash block_size", False),
         ("engine", False),
-    ],
-)
-def test_another_model_is_told_from_one_that_is_set_up_otherwise(
-    fields: str, another: bool
-) -> None:
-    differing = dict.fromkeys(fields.split(), ("1", "2"))
-    assert incompatible.has_another_model(IncompatibleEngine("x", 1, differing)) == another
+    ]:
+        with subtests.test(fields=fields, another=another):
+            differing = dict.fromkeys(fields.split(), ("1", "2"))
+            assert incompatible.has_another_model(IncompatibleEngine("x", 1, differing)) == another
 
 
 def test_the_first_join_of_an_epoch_is_no_rejoin(table: AnyTable, handler: RosterHandler) -> None:
@@ -270,7 +277,7 @@ def test_both_sides_say_it_once_and_note_it(
         late = IncompatibleEngine("vllm-8", 8, {"block_size": ("16", "32")})
         handler.apply(new(late))
     assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in (OTHER, late)]
-    noted = {incompatible.error_log_entry(OTHER): 2, incompatible.error_log_entry(late): 1}
+    noted = {recorded(OTHER): 2, recorded(late): 1}
     assert {e.text: e.times for e in table.errors()} == noted
     assert peers.num_incompatible == 1
     handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, num_incompatible=2))
@@ -369,7 +376,9 @@ def test_one_that_joins_without_a_lease_bit_leaves_word_for_tools(
             )
         )  # fmt: skip
         assert state.table.lease_bit == bit
-    assert [(error.text, error.times) for error in state.table.errors()] == [(NO_BIT, 1)]
+    assert [(error.code, error.times) for error in state.table.errors()] == [
+        (ErrorCode.NO_LEASE_BIT, 1)
+    ]
 
 
 def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,12 +56,6 @@ class Engine:
     def beat(self) -> None: ...
 
     def count(self, counter: int, amount: int = 1) -> None: ...
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture(params=[1.0, 0.5], ids=["product", "half"])
@@ -130,7 +123,7 @@ def test_one_that_refuses_is_there(
         route, _ = router.recv_multipart()
         refusal = Refused(engine_epoch=7, reason="r", remedy="do", retry=False)
         router.send_multipart([route, encode(refusal)])
-        session._commands.poll(10_000)
+        session._sockets._commands.poll(10_000)
         session.wait()
         session.work()
     work_for(session, clock, 3 * timing.absence_seconds)
@@ -142,7 +135,7 @@ def test_who_found_none_joins_as_soon_as_there_is_one(
 ) -> None:
     """The clock stands still: no pause between two tries is over."""
     for _ in range(5):
-        clock.now = max(clock.now, session._next_try)
+        clock.now = max(clock.now, session._due.next_try)
         session.work()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(command_endpoint(run_dir, "n"))

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,13 +86,6 @@ def test_import_fails_if_the_layouts_differ(monkeypatch: pytest.MonkeyPatch) -> 
     assert spec.loader is not None
     with pytest.raises(ImportError, match="built with another layout"):
         spec.loader.exec_module(util.module_from_spec(spec))
-
-
-def test_the_core_knows_no_python() -> None:
-    core = Path(_native.__file__).parent / "native"
-    files = {path for path in core.glob("*.[ch]") if not path.name.startswith("py_")}
-    assert len(files) == 10
-    assert not [path.name for path in files if "Python.h" in path.read_text()]
 
 
 # -- what a slot goes through

@@ -58,24 +58,20 @@ def test_stop_ends_a_copy_before_its_next_block() -> None:
     assert not any(target.memory)
 
 
-@pytest.mark.parametrize(
-    ("source_ids", "target_ids", "error"),
-    [
+def test_bad_ids_are_refused_before_the_first_byte(subtests: pytest.Subtests) -> None:
+    for source_ids, target_ids, error in [
         ([6], [0], IndexError),
         ([0, -1], [0, 1], IndexError),
         ([0, 1], [0, 9], IndexError),
         ([0, 2**32], [0, 1], IndexError),
         ([0, 1], [0], ValueError),
         (["0"], [0], TypeError),
-    ],
-)
-def test_bad_ids_are_refused_before_the_first_byte(
-    source_ids: list[int], target_ids: list[int], error: type[Exception]
-) -> None:
-    source, target = Cache(6).fill(), Cache(9)
-    with pytest.raises(error):
-        _native.copy_blocks(source.regions, target.regions, source_ids, target_ids, None)
-    assert not any(target.memory)
+    ]:
+        with subtests.test(source_ids=source_ids, target_ids=target_ids, error=error):
+            source, target = Cache(6).fill(), Cache(9)
+            with pytest.raises(error):
+                _native.copy_blocks(source.regions, target.regions, source_ids, target_ids, None)
+            assert not any(target.memory)
 
 
 def test_regions_that_differ_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The native module's replica index, against a plain dictionary."""
+"""The native module's replica index.  test_index_model.py compares it with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import struct
 from collections.abc import Sequence
 from itertools import pairwise
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvshm import _native
 from kvshm._base.ids import BlockHash, BlockId, Generation
@@ -135,20 +132,18 @@ def test_a_newer_publication_replaces_the_block() -> None:
     assert index.count() == 1
 
 
-@pytest.mark.parametrize(
-    ("later", "wanted"),
-    [
+def test_only_news_is_applied(subtests: pytest.Subtests) -> None:
+    for later, wanted in [
         (event(1, 5, 3), (0, 0, 1, 0)),  # a repeated publication
         (event(1, 5, 2), (0, 0, 1, 0)),  # an overtaken one
         (event(1, 5, 2, RecordKind.RETRACT), (0, 0, 1, 0)),  # an overtaken retraction
         (event(1, 5, 3, RecordKind.RETRACT), (0, 1, 0, 0)),
         (event(1, 5, 7, RecordKind.RETRACT), (0, 1, 0, 0)),  # one whose publication was lost
-    ],
-)
-def test_only_news_is_applied(later: BlockRecord, wanted: tuple[int, ...]) -> None:
-    index = Index()
-    index.apply(0, event(1, 5, 3))
-    assert index.apply(0, later) == wanted
+    ]:
+        with subtests.test(later=later, wanted=wanted):
+            index = Index()
+            index.apply(0, event(1, 5, 3))
+            assert index.apply(0, later) == wanted
 
 
 def test_a_retracted_generation_never_comes_back() -> None:
@@ -252,97 +247,3 @@ def test_a_writer_that_died_leaves_hints_that_can_be_read() -> None:
     assert len(index.lookup([digest(1)])) == 1
     index.apply(0, event(2, 6, 0))
     assert _native.load(index.memory, SEQUENCE_OFFSET) == 4
-
-
-numbers = st.integers(0, 11)
-"""Few hashes in few places, so that chains collide, wrap around and fill up."""
-kinds = st.sampled_from(RecordKind)
-batches = st.lists(
-    st.builds(event, numbers, st.integers(0, 7), st.integers(0, 5), kinds), min_size=1, max_size=6
-)
-
-
-class IndexModel(RuleBasedStateMachine):
-    """Every batch of events against (row, block) -> event in a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = Index(capacity=16)
-        self.entries: dict[tuple[int, int], BlockRecord] = {}
-        self.heard: dict[tuple[int, int], tuple[int, RecordKind]] = {}
-
-    @rule(row=st.sampled_from([0, 1, 63]), events=batches)
-    def apply(self, row: int, events: list[BlockRecord]) -> None:
-        wanted = [self.expect(row, e) for e in events]
-        assert self.index.apply(row, *events) == tuple(map(sum, zip(*wanted, strict=True)))
-
-    def expect(self, row: int, new: BlockRecord) -> tuple[int, int, int, int]:
-        place = row, new.block_id
-        generation, kind = self.heard.get(place, (-1, RecordKind.RETRACT))
-        again = new.generation == generation and (kind, new.kind) != (1, 2)
-        if new.generation < generation or again:
-            return 0, 0, 1, 0
-        publishes = new.kind is RecordKind.PUBLISH
-        if publishes and place not in self.entries and len(self.entries) == 14:
-            return 0, 0, 0, 1
-        removed = self.entries.pop(place, None) is not None
-        self.heard[place] = new.generation, new.kind
-        if publishes:
-            self.entries[place] = new
-        return int(publishes), int(removed), 0, 0
-
-    @rule(row=st.sampled_from([0, 1, 63]))
-    def drop_row(self, row: int) -> None:
-        mine = [place for place in self.entries if place[0] == row]
-        assert _native.index_drop_row(self.index.memory, row) == len(mine)
-        self.index.tombstones[row][:] = bytes(BLOCKS * TOMBSTONE_BYTES)
-        self.entries = {p: e for p, e in self.entries.items() if p[0] != row}
-        self.heard = {p: h for p, h in self.heard.items() if p[0] != row}
-
-    @rule(wanted=st.lists(numbers, max_size=6), rows=st.sampled_from([1, 2, 1 << 63, ALL_ROWS]))
-    def lookup(self, wanted: list[int], rows: int) -> None:
-        holders = [self.holders(n) & rows for n in wanted]
-        length = next((i for i, h in enumerate(holders) if not h), len(wanted))
-        found = self.index.lookup([digest(n) for n in wanted], rows)
-        assert len(found) == length
-        for n, (row, record) in zip(wanted, found, strict=False):
-            assert self.entries[row, record.block_id] == record
-            assert record.block_hash == digest(n)
-        cuts = sum(a[0] != b[0] for a, b in pairwise(found))
-        assert cuts == self.fewest_cuts(holders[:length])
-
-    def holders(self, number: int) -> int:
-        rows = {row for (row, _), e in self.entries.items() if e.block_hash == digest(number)}
-        return sum(1 << row for row in rows)
-
-    @staticmethod
-    def fewest_cuts(holders: list[int]) -> int:
-        cuts, candidates = 0, ALL_ROWS
-        for here in holders:
-            cuts += not candidates & here
-            candidates = candidates & here or here
-        return cuts
-
-    @invariant()
-    def counts_agree(self) -> None:
-        assert self.index.count() == len(self.entries)
-        for row in (0, 1, 63):
-            assert self.index.row_count(row) == sum(place[0] == row for place in self.entries)
-
-    @invariant()
-    def every_entry_is_found(self) -> None:
-        stored = set()
-        memory = bytes(self.index.memory)[INDEX_HEADER_BYTES:]
-        for tag, block, generation, owner, depth in struct.iter_unpack("<QIIII", memory):
-            if owner:
-                stored.add((owner - 1, block, generation, depth, tag))
-        assert stored == {
-            (row, e.block_id, e.generation, e.depth, int.from_bytes(e.block_hash[:8], "little"))
-            for (row, _), e in self.entries.items()
-        }
-        for (row, _), e in self.entries.items():
-            assert self.index.lookup([e.block_hash], 1 << row)
-
-
-TestIndexModel = IndexModel.TestCase
-TestIndexModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvshm._base.ids import Epoch
-from kvshm._node.incompatible import NO_BIT
-from kvshm._shm.error_log import LoggedError
-from kvshm._shm.progress import Progress
+from kvshm._shm.error_log import ErrorCode, LoggedError
+from kvshm._shm.progress import LoopProgress
 from kvshm.tools.node.health import (
     CANNOT_TELL,
     Code,
@@ -46,9 +45,9 @@ ENGINE = EngineReading(
     histograms={},
     traffic=(),
     progress=(
-        Progress("scheduler", 0, 0, idles=True),
-        Progress("client", 0, NOW, idles=False),
-        Progress("loads of rank 0", 0, NOW, idles=False),
+        LoopProgress("scheduler", 0, 0, idles=True),
+        LoopProgress("client", 0, NOW, idles=False),
+        LoopProgress("loads of rank 0", 0, NOW, idles=False),
     ),
     coordinator_ns=NOW,
     loads_since=(),
@@ -82,10 +81,10 @@ def codes(space: NamespaceReading = SPACE, **changed: Any) -> list[Code]:
     return [reason.code for reason in health.reasons]
 
 
-def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
+def with_loop(loop: str, pending: int, rested: float) -> tuple[LoopProgress, ...]:
     """The engine's loops, of which this one went round so many seconds ago."""
     return tuple(
-        Progress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
+        LoopProgress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress
     )
 
@@ -108,7 +107,8 @@ def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said()
 
 
 def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
-    refusal = LoggedError(3, 1, 2, "refused: upgrade kvshm in the coordinator's environment")
+    text = "refused: upgrade kvshm in the coordinator's environment"
+    refusal = LoggedError(3, 1, 2, text, ErrorCode.REFUSED)
     health = found(joined=False, errors=(refusal,))
     assert health.state is State.DEGRADED
     assert health.reasons == (f"it is not in the coordinator's roster: {refusal.text}",)
@@ -116,9 +116,10 @@ def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
 
 
 def test_an_engine_without_a_lease_bit_is_degraded() -> None:
-    told = LoggedError(1, 1, 2, NO_BIT)
+    text = ErrorCode.NO_LEASE_BIT.text()
+    told = LoggedError(1, 1, 2, text, ErrorCode.NO_LEASE_BIT)
     assert found(lease_bit=None).state is State.HEALTHY, "it may be about to get one"
-    assert found(lease_bit=None, errors=(told,)).reasons == (NO_BIT,)
+    assert found(lease_bit=None, errors=(told,)).reasons == (text,)
     assert found(lease_bit=3, errors=(told,)).state is State.HEALTHY
 
 
@@ -128,8 +129,11 @@ def test_an_engine_without_a_lease_bit_is_degraded() -> None:
         ({"owner_died": True}, Code.ENDED),
         ({"died": True}, Code.RANK_ENDED),
         ({"answers": False}, Code.SILENT),
-        ({"progress": (Progress("scheduler", 1, NOW - 61 * 10**9, True),)}, Code.SCHEDULER_STALLED),
-        ({"progress": (Progress("client", 1, NOW - 61 * 10**9, False),)}, Code.LOOP_STALLED),
+        (
+            {"progress": (LoopProgress("scheduler", 1, NOW - 61 * 10**9, True),)},
+            Code.SCHEDULER_STALLED,
+        ),
+        ({"progress": (LoopProgress("client", 1, NOW - 61 * 10**9, False),)}, Code.LOOP_STALLED),
         ({"retired": True}, Code.EPOCH_ENDED),
         ({"life": (True, False)}, Code.NOT_OPENED),
         ({"joined": False}, Code.NOT_JOINED),
@@ -232,7 +236,11 @@ def test_other_faults_are_named() -> None:
 
 def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_field() -> None:
     text = "cannot share with other: dtype is bfloat16 here, float32 there"
-    errors = (LoggedError(1, 1, 1, text), LoggedError(1, 1, 1, "cannot share with x: model is a"))
+    code = ErrorCode.CANNOT_SHARE
+    errors = (
+        LoggedError(1, 1, 1, text, code, ("other", "dtype", "is bfloat16 here, float32 there")),
+        LoggedError(1, 1, 1, "cannot share with x: model is a", code, ("x", "model", "is a")),
+    )
     other = replace(ENGINE, epoch=Epoch(2), name="other", fingerprint="11")
     assert found(replace(SPACE, engines=(ENGINE, other)), errors=errors).reasons == (
         f"shares with nobody here: {text}",

@@ -111,16 +111,6 @@ def test_events_are_followed(peers: Peers, exporter: Make) -> None:
     assert offered(peers, 5) == [(1, 1, 1)]
 
 
-def test_a_replayed_publish_does_not_resurrect(peers: Peers, exporter: Make) -> None:
-    a = exporter()
-    peers.joined(a.info)
-    published = a.publish(1)
-    peers.apply_events([(1, published)])
-    peers.apply_events([(1, a.reuse(1))])
-    peers.apply_events([(1, published)])
-    assert offered(peers, 1) == []
-
-
 def test_events_of_an_unknown_epoch_are_dropped(peers: Peers, exporter: Make) -> None:
     a = exporter()
     peers.apply_events([(1, a.publish(1))])
@@ -300,7 +290,7 @@ def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> 
 def small(served: ServedNode, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     """Peers whose replica has room for seven blocks."""
     monkeypatch.setattr("kvshm._node.peers.INITIAL_CAPACITY", 8)
-    peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
+    peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments, clock=clock)
     yield peers
     peers.close()
 

@@ -36,8 +36,8 @@ class RacingTable(PeerSlotTable):
 
 @pytest.fixture
 def racing(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    monkeypatch.setattr("kvshm._node.handout.PeerSlotTable", RacingTable)
-    peers = Peers(served.namespace, "racer", OWN_EPOCH, served.handouts)
+    monkeypatch.setattr("kvshm._node.segment_server.PeerSlotTable", RacingTable)
+    peers = Peers(served.namespace, "racer", OWN_EPOCH, served.segments)
     monkeypatch.setattr(RacingTable, "before", RacingTable.before)
     monkeypatch.setattr(RacingTable, "after", RacingTable.after)
     yield peers

@@ -6,18 +6,19 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvshm._shm.descriptors import Reply
 from kvshm._shm.fd_server import FdServer
 from kvshm._shm.fds import close_all
 from kvshm.errors import TransportError
 from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.transport.memory import KVMemory
-from kvshm.transport.posix_shm import MemoryReply, PosixShmTransport
+from kvshm.transport.posix_shm import PosixShmTransport
 
 SIZE = 64 << 10
 REGIONS = [Region(0, 4096, 4096, SIZE // 4096)]
@@ -57,18 +58,12 @@ def too_many() -> list[int]:
     return [memfd(sealed=True, allocated=SIZE) for _ in range(100)]
 
 
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
 @pytest.mark.parametrize(
     ("gift", "reason"),
     [
         (honest, None),
         (unsealed, "not sealed"),
-        (sparse, "of which 4096 exist"),
+        (sparse, "only 4096 of them exist"),
         (of_a_disk, "not sealed"),
         (too_many, "100 descriptors, its regions lie in 1"),
         (list, "0 descriptors"),
@@ -80,7 +75,7 @@ def test_only_memory_that_stays_and_is_stated_is_mapped(
     memory = KVMemory.create(SIZE)
     own = PosixShmTransport(memory, REGIONS, 0, run_dir / "own")
     given = gift()
-    answer = msgspec.msgpack.encode(MemoryReply("ok", 1, stays=True))
+    answer = msgspec.msgpack.encode(Reply(True))
     server = FdServer(run_dir / "liar", lambda request: (answer, given))
     before = len(os.listdir("/proc/self/fd"))
     described = MemoryDescriptor(

@@ -123,9 +123,8 @@ def test_numbers_of_numpy_will_do() -> None:
     assert made == prefix_keys([1, 2, 3, 4], 2, extra={1: b"cat"})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "size", "more", "told"),
-    [
+def test_what_is_no_prompt_is_refused(subtests: pytest.Subtests) -> None:
+    for prompt, size, more, told in [
         ([1, -1], 1, {}, "whole numbers from 0"),
         ([2**32], 1, {}, "whole numbers from 0"),
         ([1.5], 1, {}, "whole numbers from 0"),
@@ -145,8 +144,9 @@ def test_numbers_of_numpy_will_do() -> None:
         ([1], 1, {"extra": {"0": b"cat"}}, "give a whole number"),
         ([1], 1, {"extra": {0: b"cat", "0": b"cat"}}, "give a whole number"),
         ([1], 1, {"known": b"k" * 32}, "give a list of them"),
-    ],
-)
-def test_what_is_no_prompt_is_refused(prompt: Any, size: Any, more: Any, told: str) -> None:
-    with pytest.raises(MisuseError, match=told):
-        prefix_keys(prompt, size, **more)
+    ]:
+        with (
+            subtests.test(prompt=prompt, size=size, more=more, told=told),
+            pytest.raises(MisuseError, match=told),
+        ):
+            prefix_keys(prompt, size, **more)

@@ -24,23 +24,19 @@ PEER: Any = "peer"
 FIRST = Generation(0)
 
 
-@pytest.mark.parametrize(
-    ("groups", "start", "length", "parts", "kept"),
-    [
+def test_what_a_prefix_needs_behind_a_local_hit(subtests: pytest.Subtests) -> None:
+    """``kept``: with what is needed of the local hit."""
+    for groups, start, length, parts, kept in [
         ([FULL, WINDOW], 0, 8, [Part(0, 0, 8), Part(1, 5, 3)], 11),
         ([FULL, WINDOW], 6, 8, [Part(0, 6, 2), Part(1, 6, 2)], 11),
         ([FULL, WINDOW], 0, 2, [Part(0, 0, 2), Part(1, 0, 2)], 4),
         ([FULL, CHUNK], 0, 8, [Part(0, 0, 8), Part(1, 6, 2)], 10),
         ([FULL, CHUNK], 0, 9, [Part(0, 0, 9)], 9),  # a new chunk begins there
         ([LARGE, WINDOW], 2, 8, [Part(0, 1, 3), Part(1, 5, 3)], 7),
-    ],
-)
-def test_what_a_prefix_needs_behind_a_local_hit(
-    groups: list[Group], start: int, length: int, parts: list[Part], kept: int
-) -> None:
-    """``kept``: with what is needed of the local hit."""
-    assert Groups(groups).parts(start, length) == parts
-    assert Groups(groups).blocks_at(length) == kept
+    ]:
+        with subtests.test(groups=groups, start=start, length=length, parts=parts, kept=kept):
+            assert Groups(groups).parts(start, length) == parts
+            assert Groups(groups).blocks_at(length) == kept
 
 
 def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:

@@ -105,18 +105,20 @@ def name_of(value: object) -> str:
     return type(value).__name__ if isinstance(value, Message) else ""
 
 
-@pytest.mark.parametrize(("decode", "message"), ALL, ids=name_of)
-def test_round_trip(decode: Any, message: Message) -> None:
-    assert decode(encode(message)) == message
+def test_round_trip(subtests: pytest.Subtests) -> None:
+    for decode, message in ALL:
+        with subtests.test(decode=decode, message=message):
+            assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize(("decode", "message"), ALL, ids=name_of)
-def test_an_independent_decoder_reads_the_same(decode: Any, message: Message) -> None:
+def test_an_independent_decoder_reads_the_same(subtests: pytest.Subtests) -> None:
     """The msgpack package sees a map of the message's fields and its type."""
-    found = msgpack.unpackb(encode(message), strict_map_key=False)
-    expected = msgspec.to_builtins(message, builtin_types=(bytes,))
-    assert found == untupled(expected)
-    assert found["type"] == message.__struct_config__.tag
+    for decode, message in ALL:
+        with subtests.test(decode=decode, message=message):
+            found = msgpack.unpackb(encode(message), strict_map_key=False)
+            expected = msgspec.to_builtins(message, builtin_types=(bytes,))
+            assert found == untupled(expected)
+            assert found["type"] == message.__struct_config__.tag
 
 
 @pytest.mark.parametrize(
@@ -167,9 +169,8 @@ def test_a_newer_minor_version_may_add_fields() -> None:
     assert decode_command(frame) == Heartbeat(epoch=1, sequence=2)
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
+def test_undecodable_frames(subtests: pytest.Subtests) -> None:
+    for frame in [
         b"",
         b"\xc1",
         b"\x80",
@@ -180,13 +181,12 @@ def test_a_newer_minor_version_may_add_fields() -> None:
         msgpack.packb({"type": "events", "epoch": 1, "sequence": 1, "records": "text"}),
         encode(COMMANDS[0])[:-1],
         encode(COMMANDS[0]) + b"\x00",
-    ],
-    ids=["empty", "reserved", "no type", "deep", "no field", "text for a number",
-         "not a command", "text for bytes", "cut", "longer"],
-)  # fmt: skip
-def test_undecodable_frames(frame: bytes) -> None:
-    with pytest.raises(ProtocolError, match=f"message of {len(frame)} bytes"):
-        decode_command(frame)
+    ]:
+        with (
+            subtests.test(frame=frame),
+            pytest.raises(ProtocolError, match=f"message of {len(frame)} bytes"),
+        ):
+            decode_command(frame)
 
 
 @settings(deadline=None)
@@ -231,25 +231,22 @@ def of_rank(**what: Any) -> EngineInfo:
     return msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, memory)])
 
 
-@pytest.mark.parametrize(
-    ("engine", "reason"),
-    [
+def test_what_everybody_is_told_of_an_engine_is_bounded(subtests: pytest.Subtests) -> None:
+    """By who decodes it, engine or coordinator; it is known who sent it, so he is told."""
+    for engine, reason in [
         (msgspec.structs.replace(ENGINE, kvshm_version="9" * 65), "length <= 64"),
         (msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, MEMORY)] * 65), "length <= 64"),
         (of_rank(regions=[Region(0, 1, 1, 1)] * (MAX_REGIONS + 1)), f"<= {MAX_REGIONS}"),
         (of_rank(details=bytes(MAX_DETAILS_BYTES + 1)), f"<= {MAX_DETAILS_BYTES}"),
         (of_rank(details={"a": [[]] * 100}), "got `object`"),
-    ],
-    ids=["version", "ranks", "regions", "details", "details to be built"],
-)
-def test_what_everybody_is_told_of_an_engine_is_bounded(engine: EngineInfo, reason: str) -> None:
-    """By who decodes it, engine or coordinator; it is known who sent it, so he is told."""
-    frame = encode(Join(protocol=PROTOCOL_VERSION, engine=engine))
-    with pytest.raises(ProtocolError, match=reason):
-        decode_command(frame)
-    told = encode(EngineJoined(**NUMBERED, engine=engine, engine_sequence=4))
-    with pytest.raises(ProtocolError, match=reason):
-        decode_broadcast(told)
+    ]:
+        with subtests.test(engine=engine, reason=reason):
+            frame = encode(Join(protocol=PROTOCOL_VERSION, engine=engine))
+            with pytest.raises(ProtocolError, match=reason):
+                decode_command(frame)
+            told = encode(EngineJoined(**NUMBERED, engine=engine, engine_sequence=4))
+            with pytest.raises(ProtocolError, match=reason):
+                decode_broadcast(told)
 
 
 def test_a_long_join_is_not_built_and_its_sender_is_told() -> None:
@@ -289,10 +286,11 @@ def test_what_is_no_join_of_another_version_is_garbage() -> None:
         assert foreign_join(frame) is None
 
 
-@pytest.mark.parametrize("message", [m for _, m in ALL], ids=name_of)
-def test_the_document_draws_every_message(message: Message) -> None:
+def test_the_document_draws_every_message(subtests: pytest.Subtests) -> None:
     """docs/protocol.md lists each message's fields, all of them and no others."""
-    row = re.search(rf"^\| `{message.__struct_config__.tag}` \|[^|]*\| (.*) \|$",
-                    DOCUMENT.read_text("utf-8"), re.MULTILINE)  # fmt: skip
-    assert row, f"docs/protocol.md does not draw {message.__struct_config__.tag}"
-    assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_encode_fields__)
+    for message in [m for _, m in ALL]:
+        with subtests.test(message=message):
+            row = re.search(rf"^\| `{message.__struct_config__.tag}` \|[^|]*\| (.*) \|$",
+                            DOCUMENT.read_text("utf-8"), re.MULTILINE)  # fmt: skip
+            assert row, f"docs/protocol.md does not draw {message.__struct_config__.tag}"
+            assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_encode_fields__)

@@ -19,8 +19,8 @@ from multiprocessing.synchronize import Event
 import pytest
 
 from kvshm import _native
-from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm._shm.layout import PULSES_OFFSET, BlockRecord, pack_records
+from kvshm._base.ids import Epoch, Fingerprint, LeaseBit, Rank
+from kvshm._shm.layout import PULSES_OFFSET
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import SegmentError
@@ -47,13 +47,6 @@ def table() -> Iterator[AnyTable]:
     table = new_table()
     yield table
     table.close()
-
-
-@pytest.fixture
-def held(table: AnyTable) -> bytes:
-    """The record of block 0, published."""
-    record = BlockRecord(BlockHash(b"h" * 32), BlockId(0), Generation(0), 0)
-    return table.publish(pack_records([record]), bytes(8))
 
 
 def threads() -> int:

@@ -68,7 +68,7 @@ def transport() -> PlayedTransport:
 
 @pytest.fixture
 def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Iterator[RankHalf]:
-    cache = RankHalf(transport, Rank(0), served.handouts, clock=clock)
+    cache = RankHalf(transport, Rank(0), served.segments, clock=clock)
     yield cache
     for hung in transport.hung.values():
         hung.set()
@@ -152,7 +152,7 @@ def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
         peer.served.path
     )
     attachments, second = (
-        AttachmentCache(transport, Rank(rank), served.handouts) for rank in (0, 1)
+        AttachmentCache(transport, Rank(rank), served.segments) for rank in (0, 1)
     )
     wrong = ((attachments, other, "is served here"), (second, piece, "has no rank 1"))
     for asked, wanted, why in wrong:
@@ -306,7 +306,7 @@ def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
     tidied = opened._attachments.unmap_ended
     opened._attachments.unmap_ended = lambda used: (tidied(used), next(ticks))[0]  # type: ignore[method-assign]
     clock.now += 2
-    until(lambda: opened._tidy_at > clock.now)
+    until(lambda: opened._tidying._due_at > clock.now)
     until(lambda: repr(ticks) != "count(0)")
     assert not transport.memories[peer.info.epoch].closed
     transport.copies[0].state = CopyState.DONE
@@ -391,7 +391,7 @@ def test_a_load_says_which_peers_it_needs(
 ) -> None:
     a, b = exporter("a"), exporter("b")
     load = load_of(piece_of(a, 1), piece_of(b, 2), piece_of(a, 3))
-    assert RankLoad(load, AttachmentCache(transport, Rank(0), served.handouts), None).peers == {
+    assert RankLoad(load, AttachmentCache(transport, Rank(0), served.segments), None).peers == {
         1,
         2,
     }

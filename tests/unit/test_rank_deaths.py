@@ -55,7 +55,7 @@ def listed(tmp_path: Path) -> PeerList:
 def attachments(
     transport: PlayedTransport, served: ServedNode, clock: Clock, tmp_path: Path
 ) -> Iterator[AttachmentCache]:
-    attachments = AttachmentCache(transport, RANK, served.handouts, clock)
+    attachments = AttachmentCache(transport, RANK, served.segments, clock)
     attachments.follow(PeerListReader(tmp_path / "peers"))
     yield attachments
     for hung in transport.hung.values():

@@ -7,7 +7,7 @@ import pytest
 
 from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
 from kvshm._base.rundir import engine_socket
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.statistics import PUBLISHED
 from kvshm.errors import SegmentNotReady, TransportError
@@ -93,14 +93,14 @@ def test_an_engine_that_keeps_looks_waiting_is_not_asked_each_time(
 ) -> None:
     now = 1000.0
 
-    def no_answer(_self: Handouts, epoch: Epoch) -> None:
+    def no_answer(_self: SegmentClient, epoch: Epoch) -> None:
         nonlocal now
         asked.append(int(epoch))
         now += 2.0
         raise SegmentNotReady("no answer within 2.0 s") from TransportError("no answer")
 
     asked: list[int] = []
-    monkeypatch.setattr(Handouts, "view", no_answer)
+    monkeypatch.setattr(SegmentClient, "view", no_answer)
     with NodeReader(node.run_dir, clock=lambda: now) as reader:
         reader.read()
         reader.read()

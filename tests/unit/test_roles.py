@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm import own_slot_table, slot_table
 
 ROOT = Path(__file__).parents[2]
@@ -67,17 +67,17 @@ GIVES = {
     "table_from_coordinator(1)": VIEW,
     "roster_table(1, 1, 1)": PEER,
 }
-"""The methods of Handouts that fetch a table, and the role in which it is fetched."""
+"""The methods of SegmentClient that fetch a table, and the role in which it is fetched."""
 
 
 HEAD = """
 from kvshm._base.ids import Epoch, LeaseBit, Rank
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.statistics import PUBLISHED
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 spec: TableSpec
-handouts: Handouts
+segments: SegmentClient
 """
 
 
@@ -90,7 +90,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
             program += f"def f{len(done)}(table: {role}) -> None: {what}\n"
             done.append((what, role))
         for fetched in GIVES:
-            program += what.replace("table", f"handouts.{fetched}", 1) + "\n"
+            program += what.replace("table", f"segments.{fetched}", 1) + "\n"
             done.append((what, fetched))
     path = tmp_path_factory.mktemp("roles") / "roles.py"
     path.write_text(program)
@@ -118,5 +118,5 @@ def test_no_method_is_left_out() -> None:
     names = {name for kind in types for name in dir(kind) if not name.startswith("_")}
     listed = {what.split("(")[0].split(".")[1] for what in MAY} - {"counters"}
     assert names == listed | set(READS.split())
-    methods = {name for name in dir(Handouts) if not name.startswith("_")}
+    methods = {name for name in dir(SegmentClient) if not name.startswith("_")}
     assert methods == {what.split("(")[0] for what in GIVES} | {"replica", "peers_file"}

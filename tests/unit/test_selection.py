@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools.node.reader import NodeReader
 from kvshm.tools.options import select
@@ -95,7 +96,7 @@ def test_an_engine_that_is_asked_for_is_judged_beside_all_others(served: ServedN
     for name, epoch in (("a", 1), ("b", 2)):
         table = served.serve(name, epoch, fingerprint=bytes([epoch]) * 32, model="m").table
         other = "b" if name == "a" else "a"
-        table.log_error(f"cannot share with {other}: dtype is x here, y there")
+        table.log_error(other, "dtype", "is x here, y there", code=ErrorCode.CANNOT_SHARE)
         table.set_life(0)
     with coordinator_of(served, *(engine.table for engine in served.engines)):
         told = json.loads(kvshm("status --json", served.run_dir).stdout)

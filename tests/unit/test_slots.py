@@ -104,9 +104,8 @@ def test_what_a_table_was_made_for_is_read_back_by_another_mapping(table: AnyTab
     other.close()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_table_that_cannot_be_is_refused(subtests: pytest.Subtests) -> None:
+    for changes in [
         {"num_blocks": 0},
         {"num_blocks": 2**32},
         {"block_size": 0},
@@ -114,11 +113,9 @@ def test_what_a_table_was_made_for_is_read_back_by_another_mapping(table: AnyTab
         {"num_ranks": 65},
         {"fingerprint": b"short"},
         {"engine": "e" * 65},
-    ],
-)
-def test_a_table_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        spec_of(**changes)
+    ]:
+        with subtests.test(changes=changes), pytest.raises(ValueError, match=r"."):
+            spec_of(**changes)
 
 
 def test_a_long_model_name_is_cut_between_characters() -> None:

@@ -90,9 +90,8 @@ def deeper(text: str, indent: str = "    ") -> str:
     return "".join(f"{indent}{line}" for line in text.splitlines(keepends=True))
 
 
-@pytest.mark.parametrize(
-    "after",
-    [
+def test_what_replaces_a_function_counts(subtests: pytest.Subtests) -> None:
+    for after in [
         "def pinned(key): return key",
         "async def pinned(key): return key",
         "class pinned: pass",
@@ -132,16 +131,14 @@ def deeper(text: str, indent: str = "    ") -> str:
         "one = 1; pinned = 2",
         "import os; exec(one)",
         "import os; pinned = 2",
-    ],
-)
-def test_what_replaces_a_function_counts(after: str) -> None:
-    assert "pinned" in differing(f"{MODULE}\n{after}\n")
-    assert "pinned" in differing(f"{after}\n{MODULE}")
+    ]:
+        with subtests.test(after=after):
+            assert "pinned" in differing(f"{MODULE}\n{after}\n")
+            assert "pinned" in differing(f"{after}\n{MODULE}")
 
 
-@pytest.mark.parametrize(
-    "after",
-    [
+def test_what_replaces_a_method_counts(subtests: pytest.Subtests) -> None:
+    for after in [
         "Pool.method = one",
         "Pool.method.__code__ = one.__code__",
         "del Pool.method",
@@ -163,15 +160,13 @@ def test_what_replaces_a_function_counts(after: str) -> None:
         "from vllm.native import *",
         "@patches(Pool)\ndef more(self): pass",
         "if FAST:\n    Pool.method = one",
-    ],
-)
-def test_what_replaces_a_method_counts(after: str) -> None:
-    assert {"Pool", "Pool.method"} <= differing(f"{MODULE}\n{after}\n")
+    ]:
+        with subtests.test(after=after):
+            assert {"Pool", "Pool.method"} <= differing(f"{MODULE}\n{after}\n")
 
 
-@pytest.mark.parametrize(
-    "after",
-    [
+def test_what_replaces_a_method_within_its_class_counts(subtests: pytest.Subtests) -> None:
+    for after in [
         "method = None",
         "del method",
         "from native import method",
@@ -180,16 +175,14 @@ def test_what_replaces_a_method_counts(after: str) -> None:
         "@method.setter\ndef method(self, value): pass",
         "locals()['method'] = one",
         "@(\none)\ndef method(self): return 1",
-    ],
-)
-def test_what_replaces_a_method_within_its_class_counts(after: str) -> None:
-    last = "    def last(self): return 3\n"
-    assert {"Pool", "Pool.method"} <= differing(replaced(last, last + deeper(after) + "\n"))
+    ]:
+        with subtests.test(after=after):
+            last = "    def last(self): return 3\n"
+            assert {"Pool", "Pool.method"} <= differing(replaced(last, last + deeper(after) + "\n"))
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
+def test_the_head_of_a_class_counts_for_each_method(subtests: pytest.Subtests) -> None:
+    for head in [
         "class Pool:",
         "class Pool(Other):",
         "class Pool(Base, Other):",
@@ -197,15 +190,13 @@ def test_what_replaces_a_method_within_its_class_counts(after: str) -> None:
         "@one\nclass Pool(Base):",
         "@one(\n1\n)\nclass Pool(Base):",
         "if FAST:\n    class Pool(Other): pass\nclass Pool(Base):",
-    ],
-)
-def test_the_head_of_a_class_counts_for_each_method(head: str) -> None:
-    assert differing(replaced("class Pool(Base):", head)) == {"Pool", "Pool.method"}
+    ]:
+        with subtests.test(head=head):
+            assert differing(replaced("class Pool(Base):", head)) == {"Pool", "Pool.method"}
 
 
-@pytest.mark.parametrize(
-    "decorator",
-    [
+def test_each_decorator_counts(subtests: pytest.Subtests) -> None:
+    for decorator in [
         "@one",
         "@one(\nlambda f: None\n)",
         "@one(key,\nmore=1)",
@@ -215,27 +206,29 @@ def test_the_head_of_a_class_counts_for_each_method(head: str) -> None:
         "@one\n\f",
         "@one\n\n# why\n",
         "@one\r",
-    ],
-)
-def test_each_decorator_counts(decorator: str) -> None:
-    assert differing(replaced(PINNED, f"{decorator}\n{PINNED}")) == {"pinned"}
-    inner = deeper(f"{decorator}\n{METHOD}").replace("        ", "    ")
-    assert "Pool.method" in differing(replaced(METHOD, inner))
+    ]:
+        with subtests.test(decorator=decorator):
+            assert differing(replaced(PINNED, f"{decorator}\n{PINNED}")) == {"pinned"}
+            inner = deeper(f"{decorator}\n{METHOD}").replace("        ", "    ")
+            assert "Pool.method" in differing(replaced(METHOD, inner))
 
 
-@pytest.mark.parametrize("quotes", ["'''", '"""'])
-@pytest.mark.parametrize(
-    "real", ["", "pinned = one\n", "from x import pinned\n", "def \\\npinned(key): return key\n"]
-)
-def test_a_definition_in_a_string_is_none(quotes: str, real: str) -> None:
-    old = PINNED.replace(PINNED.splitlines()[1] + "\n", "")
-    for text in (f"OLD = {quotes}\n{old}{quotes}\n", f"{quotes}\n{old}    {quotes}\n"):
-        assert "pinned" in differing(replaced(PINNED, text + real))
+def test_a_definition_in_a_string_is_none(subtests: pytest.Subtests) -> None:
+    for real in [
+        "",
+        "pinned = one\n",
+        "from x import pinned\n",
+        "def \\\npinned(key): return key\n",
+    ]:
+        for quotes in ["'''", '"""']:
+            with subtests.test(real=real, quotes=quotes):
+                old = PINNED.replace(PINNED.splitlines()[1] + "\n", "")
+                for text in (f"OLD = {quotes}\n{old}{quotes}\n", f"{quotes}\n{old}    {quotes}\n"):
+                    assert "pinned" in differing(replaced(PINNED, text + real))
 
 
-@pytest.mark.parametrize(
-    "conditional",
-    [
+def test_the_conditions_of_a_definition_count(subtests: pytest.Subtests) -> None:
+    for conditional in [
         "if False:\n{}",
         "if False:\n{}else:\n    from x import pinned\n",
         "if True:\n    pass\nelse:\n{}",
@@ -248,43 +241,39 @@ def test_a_definition_in_a_string_is_none(quotes: str, real: str) -> None:
         "match A:\n  case 1:\n{}",
         "def outer():\n{}",
         "class Outer:\n{}",
-    ],
-)
-def test_the_conditions_of_a_definition_count(conditional: str) -> None:
-    first = differing(replaced(PINNED, conditional.format(deeper(PINNED))))
-    assert first == {"pinned"}
-    if "A" in conditional:
-        texts = [
-            replaced(PINNED, conditional.replace("A", name).format(deeper(PINNED)))
-            for name in ("A", "C")
-        ]
-        # What else is tried does not decide.
-        assert (digests(texts[0]) == digests(texts[1])) == conditional.startswith("try")
+    ]:
+        with subtests.test(conditional=conditional):
+            first = differing(replaced(PINNED, conditional.format(deeper(PINNED))))
+            assert first == {"pinned"}
+            if "A" in conditional:
+                texts = [
+                    replaced(PINNED, conditional.replace("A", name).format(deeper(PINNED)))
+                    for name in ("A", "C")
+                ]
+                # What else is tried does not decide.
+                assert (digests(texts[0]) == digests(texts[1])) == conditional.startswith("try")
 
 
-@pytest.mark.parametrize(
-    "moved",
-    [
+def test_a_method_elsewhere_is_none(subtests: pytest.Subtests) -> None:
+    for moved in [
         f"if True:\n  class Other:\n{METHOD}",
         f"if True:\n{METHOD}",
         f"def outer():\n{METHOD}",
         f"class Other:\n{METHOD}",
         f"class Other:\n  class Pool:\n{METHOD}",
         "def method(self):\n    return self.size\n",
-    ],
-)
-def test_a_method_elsewhere_is_none(moved: str) -> None:
-    without = replaced(METHOD, "")
-    assert digests(without)["Pool.method"] is None
-    assert digests(f"{without}\n{moved}")["Pool.method"] is None
-    assert digests(f"{moved}\n{without}")["Pool.method"] is None
-    nested = f"    def more(self):\n{deeper(METHOD)}"
-    assert digests(replaced(METHOD, nested))["Pool.method"] is None
+    ]:
+        with subtests.test(moved=moved):
+            without = replaced(METHOD, "")
+            assert digests(without)["Pool.method"] is None
+            assert digests(f"{without}\n{moved}")["Pool.method"] is None
+            assert digests(f"{moved}\n{without}")["Pool.method"] is None
+            nested = f"    def more(self):\n{deeper(METHOD)}"
+            assert digests(replaced(METHOD, nested))["Pool.method"] is None
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_what_binds_something_else_does_not_count(subtests: pytest.Subtests) -> None:
+    for old, new in [
         ("import os\n", "import os, re as regex\nfrom typing import Any\n"),
         ("    two,\n", "    three,\n"),
         ("pinned = 3", "pinned = 4; Pool.method = None"),
@@ -296,10 +285,9 @@ def test_a_method_elsewhere_is_none(moved: str) -> None:
         ("def user():", "@one(1,\n2)\ndef more(\na,\n): pass\n\ndef user():"),
         ("def user():", "text = '''\npinned = 1\nclass Pool: pass\n'''\ndef user():"),
         ("def user():", "pinned_too = pinned\nassert one(lambda pool: 1)\ndef user():"),
-    ],
-)
-def test_what_binds_something_else_does_not_count(old: str, new: str) -> None:
-    assert differing(replaced(old, new)) == set()
+    ]:
+        with subtests.test(old=old, new=new):
+            assert differing(replaced(old, new)) == set()
 
 
 def test_other_parts_of_a_class_count_for_the_class_alone() -> None:

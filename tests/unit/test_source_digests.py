@@ -74,9 +74,8 @@ def test_every_python_computes_this_digest() -> None:
     assert digest(SAMPLE) == GET
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_what_changes_no_code_changes_no_digest(subtests: pytest.Subtests) -> None:
+    for old, new in [
         ("# A comment.", "# Another one, 'with' \"quotes\"."),
         ('"""Get blocks."""', '"""Get n blocks."""'),
         ('        """Get blocks."""\n', ""),
@@ -87,15 +86,13 @@ def test_every_python_computes_this_digest() -> None:
         ("def before(): return 1", "def before(): return 2"),
         ("def get(self): ...", "def get(self): return 7"),
         ("class Pool:", "class Pool:\n    def other(self): return 1\n"),
-    ],
-)
-def test_what_changes_no_code_changes_no_digest(old: str, new: str) -> None:
-    assert digest(changed(old, new)) == digest(SAMPLE)
+    ]:
+        with subtests.test(old=old, new=new):
+            assert digest(changed(old, new)) == digest(SAMPLE)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_what_changes_code_changes_its_digest(subtests: pytest.Subtests) -> None:
+    for old, new in [
         ("maxsize=None", "maxsize=1"),
         ("self, n: int, /", "self, n: int"),
         ("x + 1", "x - 1"),
@@ -109,10 +106,9 @@ def test_what_changes_no_code_changes_no_digest(old: str, new: str) -> None:
         ("...: None", "...: False"),
         ("[x async for", "[x for"),
         ("-> list[int]", "-> list[str]"),
-    ],
-)
-def test_what_changes_code_changes_its_digest(old: str, new: str) -> None:
-    assert digest(changed(old, new)) != digest(SAMPLE)
+    ]:
+        with subtests.test(old=old, new=new):
+            assert digest(changed(old, new)) != digest(SAMPLE)
 
 
 def test_a_class_is_all_that_it_has() -> None:
@@ -145,34 +141,34 @@ def test_an_emptied_function_is_not_one_that_does_nothing_else() -> None:
     assert empty != digest("def f(): return", "f")
 
 
-@pytest.mark.parametrize(
-    "decorated",
-    [
-        "@one\n",
-        "@one\n\n",
-        "@one\n# why\n",
-        "@one\n\n\n@two\n",
-        "@one(\n    1,\n)\n",
-        "@one(1,\n     2)\n\n",
-        "@(lambda f:\n  f)\n# why\n\n",
-    ],
+DECORATED = (
+    "@one\n",
+    "@one\n\n",
+    "@one\n# why\n",
+    "@one\n\n\n@two\n",
+    "@one(\n    1,\n)\n",
+    "@one(1,\n     2)\n\n",
+    "@(lambda f:\n  f)\n# why\n\n",
 )
-@pytest.mark.parametrize("before", ["", "x = 1\n", "@other\ndef g(): return (2)\n\n"])
+
+
 @pytest.mark.parametrize("indent", ["", "    "])
 @pytest.mark.parametrize("head", ["def f(): return 3\n", "async def f():\n    return 3\n"])
-def test_a_new_decorator_is_part_of_what_it_decorates(
-    decorated: str, before: str, indent: str, head: str
-) -> None:
+def test_a_new_decorator_is_part_of_what_it_decorates(indent: str, head: str) -> None:
     """Else a version that decorates a function would pass as one that does not."""
     outer, name = ("class C:\n", "C.f") if indent else ("", "f")
 
     def source(lines: str) -> Source:
         return Source(outer + "".join(f"{indent}{line}" for line in lines.splitlines(True)))
 
-    plain, new = source(before + head), source(before + decorated + head)
-    assert None is not plain.outline_digest([name]) != new.outline_digest([name])
-    assert plain.digests([name]) == plain.whole_digests([name]) != {name: None}
-    assert new.digests([name]) == new.whole_digests([name]) != plain.digests([name])
+    for before in ("", "x = 1\n", "@other\ndef g(): return (2)\n\n"):
+        plain = source(before + head)
+        assert plain.outline_digest([name]) is not None
+        assert plain.digests([name]) == plain.whole_digests([name]) != {name: None}
+        for decorated in DECORATED:
+            new = source(before + decorated + head)
+            assert plain.outline_digest([name]) != new.outline_digest([name]), decorated
+            assert new.digests([name]) == new.whole_digests([name]) != plain.digests([name])
 
 
 def test_a_definition_is_shown_with_the_head_of_its_class() -> None:
@@ -189,16 +185,16 @@ def test_a_definition_is_shown_with_the_head_of_its_class() -> None:
 # -- what is not parsed
 
 
-@pytest.mark.parametrize("name", Source(SAMPLE).names())
-def test_what_concerns_a_name_is_all_that_its_digest_needs(name: str) -> None:
-    source = Source(SAMPLE)
-    assert source.digests([name]) == source.whole_digests([name]) != {name: None}
-    assert source.outline_digest([name]) is not None
+def test_what_concerns_a_name_is_all_that_its_digest_needs(subtests: pytest.Subtests) -> None:
+    for name in Source(SAMPLE).names():
+        with subtests.test(name=name):
+            source = Source(SAMPLE)
+            assert source.digests([name]) == source.whole_digests([name]) != {name: None}
+            assert source.outline_digest([name]) is not None
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_what_changes_elsewhere_needs_no_parsing(subtests: pytest.Subtests) -> None:
+    for old, new in [
         ("# A comment.", "# Another one, 'with' \"quotes\"."),
         ("        # A comment.\n", "\n"),
         ("def before(): return 1", "def before(): return 2"),
@@ -206,12 +202,11 @@ def test_what_concerns_a_name_is_all_that_its_digest_needs(name: str) -> None:
         ("import functools\n", "import functools\nfrom a import (  # b\n    c, d)\nimport e\n"),
         ("    async def put", "    def other(self): return 1\n\n    async def put"),
         ("async def put(self): yield 1", "async def put(self):\n        yield 2\n"),
-    ],
-)
-def test_what_changes_elsewhere_needs_no_parsing(old: str, new: str) -> None:
-    names = ["Pool.get"]
-    expected = Source(SAMPLE).outline_digest(names)
-    assert Source(changed(old, new)).outline_digest(names) == expected is not None
+    ]:
+        with subtests.test(old=old, new=new):
+            names = ["Pool.get"]
+            expected = Source(SAMPLE).outline_digest(names)
+            assert Source(changed(old, new)).outline_digest(names) == expected is not None
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
@@ -222,9 +217,8 @@ def test_line_ends_are_as_python_reads_them(end: str) -> None:
     assert source.digests(names) == {"Pool.get": GET}
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
+def test_what_could_be_read_in_two_ways_is_parsed(subtests: pytest.Subtests) -> None:
+    for odd in [
         "if x:\n\tdef g(): pass\n",
         "\f@other\n",
         "y = 'ended\n",
@@ -235,10 +229,9 @@ def test_line_ends_are_as_python_reads_them(end: str) -> None:
         'y = f"{\'}\' + x["a"]}"\n',
         "y = f'''{x # }\n + \"'''\" }''' + \"\"\n",
         'y = f"{ """\ndef get(): 1\n""" }"\n',
-    ],
-)
-def test_what_could_be_read_in_two_ways_is_parsed(odd: str) -> None:
-    assert Source(SAMPLE + odd).outline_digest(["Pool.get"]) is None
+    ]:
+        with subtests.test(odd=odd):
+            assert Source(SAMPLE + odd).outline_digest(["Pool.get"]) is None
 
 
 # -- files

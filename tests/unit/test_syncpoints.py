@@ -149,12 +149,10 @@ def test_nothing_is_armed_by_default(table: AnyTable) -> None:
     table.lease(LeaseBit(0), table.scan())
 
 
-@pytest.mark.parametrize(
-    "text", ["", "LEASED", "LEASED:explode", "NOWHERE:stop", "LEASED:stop:0", "LEASED:stop:x"]
-)
-def test_a_setting_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=VARIABLE):
-        parse_trigger(text)
+def test_a_setting_that_says_nothing_is_refused(subtests: pytest.Subtests) -> None:
+    for text in ["", "LEASED", "LEASED:explode", "NOWHERE:stop", "LEASED:stop:0", "LEASED:stop:x"]:
+        with subtests.test(text=text), pytest.raises(ConfigError, match=VARIABLE):
+            parse_trigger(text)
 
 
 def test_an_empty_setting_arms_nothing(table: AnyTable) -> None:

@@ -17,8 +17,9 @@ import pytest
 from kvshm import _native
 from kvshm._base.ids import LeaseBit, Rank
 from kvshm._base.rundir import engine_socket
-from kvshm._node.handout import FETCH_SECONDS, Handouts, Reply
 from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
+from kvshm._node.segment_server import FETCH_SECONDS, SegmentClient
+from kvshm._shm.descriptors import Reply
 from kvshm._shm.fd_server import FdServer
 from kvshm._shm.layout import LAYOUT_VERSION, TABLE_HEADER_BYTES, VERSION_OFFSET, table_bytes
 from kvshm._shm.segment import Segment
@@ -112,7 +113,7 @@ def test_an_engine_that_is_what_it_says_is_let_in_and_its_table_handed_on(
     shell.tables.serve()
     assert shell.check(info) is None
     engine.table.set_lease_bit(3)
-    got = Handouts(served.run_dir, served.namespace).roster_table(EPOCH, 8, 1)
+    got = SegmentClient(served.run_dir, served.namespace).roster_table(EPOCH, 8, 1)
     assert got.lease_bit == 3, "the same memory"
     got.close()
 

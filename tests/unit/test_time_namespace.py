@@ -63,10 +63,11 @@ def test_this_process_is_told() -> None:
     assert time.monotonic_ns() - offset > 0
 
 
-@pytest.mark.parametrize("theirs", [-200 * SECOND, 0, 40_000 * SECOND])
-@pytest.mark.parametrize("own", [-150 * SECOND, 0, 300 * SECOND])
-def test_a_time_is_converted_exactly(theirs: int, own: int) -> None:
-    machine = 1000 * SECOND + 1
-    assert on_own_clock(machine + theirs, theirs, own) == machine + own
-    assert on_own_clock(machine, None, own) is None
-    assert on_own_clock(machine, theirs, None) is None
+def test_a_time_is_converted_exactly(subtests: pytest.Subtests) -> None:
+    for own in [-150 * SECOND, 0, 300 * SECOND]:
+        for theirs in [-200 * SECOND, 0, 40_000 * SECOND]:
+            with subtests.test(own=own, theirs=theirs):
+                machine = 1000 * SECOND + 1
+                assert on_own_clock(machine + theirs, theirs, own) == machine + own
+                assert on_own_clock(machine, None, own) is None
+                assert on_own_clock(machine, theirs, None) is None

@@ -16,7 +16,7 @@ from kvshm._base.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm.tools import cli
 from kvshm.tools.node.reading import EngineReading
-from kvshm.tools.plain_text import clean
+from kvshm.tools.output import clean
 from kvshm.tools.top import wording
 from kvshm.tools.top.frame import frame
 from kvshm.tools.top.rates import measure
@@ -62,19 +62,20 @@ def head_of(shown: Sequence[str], first: str = "ENGINE") -> list[str]:
     return re.split(r"\s{2,}", next(line for line in shown if line.startswith(first)).strip())
 
 
-@pytest.mark.parametrize("number", [1, 2, 8, 28])
-@pytest.mark.parametrize("size", [(80, 24), (200, 50), (120, 12), (40, 24), (20, 10), (1, 1)])
-def test_a_frame_fits_any_terminal(number: int, size: tuple[int, int]) -> None:
+def test_a_frame_fits_any_terminal(subtests: pytest.Subtests) -> None:
     """And shows as many engines as there is room for, first those that are not well."""
-    width, height = size
-    shown = lines(view_of(*many(number)), width, height)
-    assert len(shown) <= height
-    assert max(map(cell_len, shown)) <= width
-    if width >= 80 and number > 1:
-        assert any(line.startswith("dp2 ") and "down" in line for line in shown)
-    if width >= 80 and height >= 24 and number > 1:
-        assert any("TO \\ FROM" in line for line in shown)
-        assert any("dp2: its process has ended" in line for line in shown)
+    for size in [(80, 24), (200, 50), (120, 12), (40, 24), (20, 10), (1, 1)]:
+        for number in [1, 2, 8, 28]:
+            with subtests.test(size=size, number=number):
+                width, height = size
+                shown = lines(view_of(*many(number)), width, height)
+                assert len(shown) <= height
+                assert max(map(cell_len, shown)) <= width
+                if width >= 80 and number > 1:
+                    assert any(line.startswith("dp2 ") and "down" in line for line in shown)
+                if width >= 80 and height >= 24 and number > 1:
+                    assert any("TO \\ FROM" in line for line in shown)
+                    assert any("dp2: its process has ended" in line for line in shown)
 
 
 def test_all_engines_are_shown_where_they_fit() -> None:
@@ -153,12 +154,17 @@ def test_colours_are_for_terminals_without_no_color(
         assert ("\x1b[32m" in sys.stdout.getvalue()) is coloured
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (0, "0"), (999, "999"), (1000, "1.0k"), (61_234, "61k"), (999_600, "1.0M")],
-)
-def test_numbers_are_short(value: float | None, text: str) -> None:
-    assert wording.number(value) == text
+def test_numbers_are_short(subtests: pytest.Subtests) -> None:
+    for value, text in [
+        (None, "-"),
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0k"),
+        (61_234, "61k"),
+        (999_600, "1.0M"),
+    ]:
+        with subtests.test(value=value, text=text):
+            assert wording.number(value) == text
 
 
 def test_units() -> None:

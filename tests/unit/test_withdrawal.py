@@ -86,8 +86,8 @@ def test_no_descriptor_of_gpu_memory_stays_open(node: Node) -> None:
     """It would keep memory that sleeps from being given back."""
     one, two = node.rank(kind="fd"), node.rank(kind="fd")
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    assert one.transport._server is not None
-    until(lambda: one.transport._server._sent == [])  # type: ignore[union-attr]
+    assert one.transport._export._server is not None
+    until(lambda: one.transport._export._server._sent == ())  # type: ignore[union-attr]
     attachment.close()
 
 

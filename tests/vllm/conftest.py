@@ -133,14 +133,6 @@ def core_start(model: Path, engine: Make) -> Calls:
 
 
 @pytest.fixture
-def run_dir() -> Iterator[Path]:
-    """A run directory with a short path, because sockets lie in it."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
 def lines() -> Iterator[Lines]:
     """What kvshm logs.  A record factory, because vLLM removes the handlers of loggers below its
     own whenever it configures logging, and its lines do not propagate to where pytest listens."""

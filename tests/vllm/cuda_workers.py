@@ -80,7 +80,7 @@ class Played:
 
     @property
     def transport(self) -> Any:
-        return self.side._transport
+        return self.side._cache.transport
 
     def fill(self, value: int) -> None:
         for cache in self.caches.values():
@@ -146,7 +146,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
 
 def finished(side: WorkerSide) -> set[LoadId]:
     side.collect()
-    return side.take_finished()[0]
+    return side.loads.take_finished()[0]
 
 
 def until(condition: Callable[[], Any]) -> None:

@@ -135,9 +135,9 @@ class Played:
         side = self.e.connector._scheduler
         importer, tracker = side.importer, side.tracker
         pool = self.e.scheduler.kv_cache_manager.block_pool
-        kept = (importer.imports, importer.running.by_id, importer._twins._importing)
+        kept = (importer.imports, importer.running.by_id, importer.running._by_first_hash)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
-        return free and not any((*kept, tracker._promised, tracker._held))
+        return free and not any((*kept, tracker._pending.promised, tracker._pending._held))
 
 
 def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]:

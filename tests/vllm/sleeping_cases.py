@@ -121,7 +121,7 @@ def sleeps(pair: Pair, wakes: list[list[str] | None], level: int, direction: str
     a, b = pair.a, pair.b
     importer, exporter = (b, a) if direction == "exports" else (a, b)
     first, mapped = a.cache.table.epoch, []
-    a.backend.before = lambda: mapped.append(a.side._transport._server.connections)
+    a.backend.before = lambda: mapped.append(a.side._cache.transport._server.connections)
     # Where its own import is what the sleep waits for, it does not wait for its peer as well.
     patience = sleeping.UNMAP_SECONDS if exporter is a else 0.0
     with (

@@ -31,9 +31,8 @@ EXACT = [tuple(map(int, version.split("."))) for version in TESTED]
 UNSEEN = (logging.INFO, "is not among the tested")
 
 
-@pytest.mark.parametrize(
-    ("version", "found", "refusal", "notice"),
-    [
+def test_what_follows(subtests: pytest.Subtests) -> None:
+    for version, found, refusal, notice in [
         # as tested
         *((exact, Examined(), None, None) for exact in EXACT),
         ((*EXACT[0], "cpu"), Examined(), None, None),
@@ -79,21 +78,15 @@ UNSEEN = (logging.INFO, "is not among the tested")
             None,
         ),
         (TOO_OLD, Examined(), f"vLLM {dotted(TOO_OLD)} is too old, kvshm needs {TESTED[0]}", None),
-    ],
-)
-def test_what_follows(
-    version: tuple[int | str, ...],
-    found: Examined,
-    refusal: str | None,
-    notice: tuple[int, str] | None,
-) -> None:
-    made = decide(version, found, TESTED, False)
-    assert (made.refusal is None) == (refusal is None)
-    assert str(refusal) in str(made.refusal)
-    assert (made.notice is None) == (notice is None)
-    if notice is not None and made.notice is not None:
-        assert made.notice.line.level == notice[0]
-        assert notice[1] in str(made.notice)
+    ]:
+        with subtests.test(version=version, found=found, refusal=refusal, notice=notice):
+            made = decide(version, found, TESTED, False)
+            assert (made.refusal is None) == (refusal is None)
+            assert str(refusal) in str(made.refusal)
+            assert (made.notice is None) == (notice is None)
+            if notice is not None and made.notice is not None:
+                assert made.notice.line.level == notice[0]
+                assert notice[1] in str(made.notice)
 
 
 def test_one_that_is_as_another_version_is_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:

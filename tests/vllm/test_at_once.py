@@ -155,12 +155,12 @@ class Node:
         finished = self.end_some(report)
         names = [part.request.request_id for part in parts]
         lost = [one for one in report.loads if one.load_id in finished and one.bad]
-        one_full = self.groups.one_full
+        is_single_full_attention = self.groups.is_single_full_attention
         output = KVConnectorOutput(
             finished_recving=finished or None,
             kv_connector_worker_meta=as_told(report),
-            invalid_block_ids={b for one in lost for b in one.bad if one_full},
-            failed_recving={one.load_id for one in lost if not one_full},
+            invalid_block_ids={b for one in lost for b in one.bad if is_single_full_attention},
+            failed_recving={one.load_id for one in lost if not is_single_full_attention},
         )
         done = self.e.scheduler.update_from_output(
             sent.output,

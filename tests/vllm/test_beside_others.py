@@ -279,7 +279,7 @@ def test_the_role_of_the_outer_connector_holds_without_vllms_scheduler(
 def test_a_rank_that_cannot_answer_describes_nothing_and_ends_no_load() -> None:
     answers: dict[str, list[Any]] = {
         "describe": [description(), None],
-        "wait_for_end": [{"a"}, None],
+        "loads.wait_for_end": [{"a"}, None],
     }
 
     class Executor:

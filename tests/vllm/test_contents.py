@@ -295,7 +295,7 @@ class Node:
         names = [written.request.request_id for written in step.writes]
         sampled = [[self.rnd.randint(1, 3)] if w.samples else [] for w in step.writes]
         failed = {load.load_id for load in report.loads if load.bad}
-        if self.groups.one_full:
+        if self.groups.is_single_full_attention:
             failed, invalid = set(), invalid.union(*(load.bad for load in report.loads))
         output = KVConnectorOutput(
             finished_recving={load.load_id for load in report.loads} or None,

@@ -48,7 +48,7 @@ def test_a_load_waits_for_its_copy_without_polling(
     monkeypatch.setattr(FakeDriver, "synchronize_event", wait)
     monkeypatch.setattr(CudaCopy, "poll", lambda copy: polls.append(copy) or poll(copy))
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
-    transport: Any = importer.side._transport
+    transport: Any = importer.side._cache.transport
     with importer.driver.hold(transport.copy_stream.stream):
         importer.side.begin_loads(metadata)
         assert waits.wait(30)
@@ -59,7 +59,7 @@ def test_a_load_waits_for_its_copy_without_polling(
         assert len(polls) == polled
     go_on.set()
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
     importer.side.close()
     assert importer.driver.entered == {
         "kvshm-loads", "kvshm-attach", "kvshm-copies", "kvshm-unmap"
@@ -76,13 +76,13 @@ def test_a_load_ends_though_nothing_can_wait_for_its_copy(
 
     monkeypatch.setattr(FakeDriver, "synchronize_event", refuse)
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
-    transport: Any = importer.side._transport
+    transport: Any = importer.side._cache.transport
     with importer.driver.hold(transport.copy_stream.stream):
         importer.side.begin_loads(metadata)
         until(lambda: transport.copy_stream.stream.owner.work)
         until(lambda: importer.rank._begun["request"].polled)  # and is from now on
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
 
 
 def another(exporter: Played, importer: Played, load: LoadOrder, target: int) -> LoadOrder:
@@ -106,7 +106,7 @@ def test_a_cancelled_copy_that_has_not_begun_writes_nothing(cuda_worker: Make) -
         importer.rank.cancel("request")
         until(lambda: copies._pending[0].buffers.stopped)
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == {6}
+    assert importer.side.loads.take_bad() == {6}
     assert importer.holds(6, 5)
 
 
@@ -122,7 +122,7 @@ def test_a_load_begins_while_a_copy_of_another_is_under_way(cuda_worker: Make) -
         assert finished(importer.side) == set()
     ended: set[str] = set()
     until(lambda: ended.update(finished(importer.side)) or ended == {"request", "into 5"})
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
 
 
 def test_a_load_ends_with_its_copy_though_a_later_one_is_under_way(
@@ -151,9 +151,9 @@ def test_a_load_ends_with_its_copy_though_a_later_one_is_under_way(
         until(lambda: len(copies._pending) == 2)
         let_one_end(copies)
         until(lambda: "into 6" in finished(importer.side))
-        assert importer.side._under_way.keys() == {"into 7"}
+        assert importer.side.loads.under_way.keys() == {"into 7"}
     until(lambda: "into 7" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
 
 
 def let_one_end(copies: CopyStream) -> None:
@@ -208,7 +208,7 @@ def test_a_load_ends_though_the_transport_refuses_what_it_need_not_have(
     exporter.fill(3)
     importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
     assert importer.holds(6, 3)
 
 
@@ -245,4 +245,4 @@ def test_a_load_ends_though_its_copy_does_not_say_what_it_can_do(
     exporter, importer = cuda_worker(1), cuda_worker(2)
     importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()

@@ -248,7 +248,7 @@ def imports_what_was_computed(a: InProcessEngine, b: InProcessEngine) -> None:
 def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
     """What an import of b's from a may hold: leases, the ticket, blocks, what b notes of it."""
     importer, table = b.engine.connector._scheduler.importer, b.cache.table
-    parts = {"": importer, "twins.": importer._twins, "held.": importer.held}
+    parts = {"": importer, "running.": importer.running, "held.": importer.held}
     noted = {
         f"{part}{name}": kept
         for part, owner in parts.items()
@@ -263,7 +263,7 @@ def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
         "blocks": BLOCKS - 1 - b.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "noted": {name: kept for name, kept in noted.items() if kept},
         "step": set(importer.step.imports),
-        "under way": set(b.worker._worker._under_way),
+        "under way": set(b.worker._worker.loads.under_way),
     }
 
 

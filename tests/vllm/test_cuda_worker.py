@@ -31,7 +31,7 @@ from .tiny_config import cache_config
 
 def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(cuda_worker: Make) -> None:
     exporter, importer = cuda_worker(1), cuda_worker(2)
-    transport: Any = importer.side._transport
+    transport: Any = importer.side._cache.transport
     transport.late_writers = True  # as with speculation
     for value, played in ((3, exporter), (5, importer)):
         for cache in played.caches.values():
@@ -48,7 +48,7 @@ def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(cuda_worker: 
         until(lambda: transport.copy_stream.stream.owner.work)
         assert finished(importer.side) == set()
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
     for cache in importer.caches.values():
         assert bool((cache[6] == 3).all())
         assert bool((cache[5] == 5).all())
@@ -66,7 +66,7 @@ def test_a_copy_waits_for_the_forward_pass_only_where_a_drafter_may_write_late(
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
     with importer.driver.hold(importer.driver.compute_stream()):
         importer.side.begin_loads(metadata)
-        transport: Any = importer.side._transport
+        transport: Any = importer.side._cache.transport
         if speculative:
             until(lambda: transport.copy_stream.stream.owner.work)
             assert finished(importer.side) == set()
@@ -79,7 +79,7 @@ def test_a_copy_does_not_wait_for_the_forward_pass_behind_its_load(
 ) -> None:
     """Even if the load's thread comes to it only when that pass is on its way."""
     exporter, importer = cuda_worker(1), cuda_worker(2)
-    transport: Any = importer.side._transport
+    transport: Any = importer.side._cache.transport
     transport.late_writers = True
     launched, begin = threading.Event(), transport.copy_stream.begin
 
@@ -95,12 +95,12 @@ def test_a_copy_does_not_wait_for_the_forward_pass_behind_its_load(
         importer.driver.copy(forward, forward, 64, compute)
         launched.set()
         until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == set()
+    assert importer.side.loads.take_bad() == set()
 
 
 def test_a_load_at_once_waits_for_all_that_was_launched_before_it(cuda_worker: Make) -> None:
     exporter, importer = cuda_worker(1), cuda_worker(2)
-    transport: Any = importer.side._transport
+    transport: Any = importer.side._cache.transport
     transport.late_writers = True
     importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
     until(lambda: "request" in finished(importer.side))
@@ -119,7 +119,7 @@ def test_a_load_at_once_waits_for_all_that_was_launched_before_it(cuda_worker: M
 def test_a_block_reused_while_it_is_copied_is_a_load_error(cuda_worker: Make) -> None:
     exporter, importer = cuda_worker(1), cuda_worker(2)
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
-    transport: Any = importer.side._transport
+    transport: Any = importer.side._cache.transport
     transport.late_writers = True  # so that the copy can be held
     with importer.driver.hold(importer.driver.compute_stream()):
         importer.side.begin_loads(metadata)
@@ -127,7 +127,7 @@ def test_a_block_reused_while_it_is_copied_is_a_load_error(cuda_worker: Make) ->
         exporter.table.retract([BlockId(1)])
         exporter.table.force([BlockId(1)])
     until(lambda: "request" in finished(importer.side))
-    assert importer.side.take_bad() == {6}
+    assert importer.side.loads.take_bad() == {6}
 
 
 def test_a_fence_is_passed_when_all_that_was_launched_has_ended(cuda_worker: Make) -> None:
@@ -151,7 +151,7 @@ def test_the_setting_for_staging_reaches_the_transport(
     planned = cache_config(cuda_config, "LBNHC", BLOCKS, LAYERS)
     side = WorkerSide(Config(staging=staging), tmp_path, cuda_config, planned)
     side.register(played.caches)
-    transport: Any = side._transport
+    transport: Any = side._cache.transport
     assert transport.staging is staging
     side.close()
 

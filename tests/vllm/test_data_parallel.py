@@ -13,7 +13,7 @@ from sharing_node import BLOCK_SIZE
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_sockets
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 
 from .engines import PATIENCE_S, SharedNode
 from .oracle import Prompt, prompts, shareable
@@ -38,11 +38,11 @@ def ask(engine: Engine, rank: str, prompt: Prompt) -> Result:
 
 def known(node: SharedNode) -> dict[Epoch, int]:
     """How many blocks of others each epoch on the node knows."""
-    handouts = Handouts(node.run_dir, node.namespace)
+    segments = SegmentClient(node.run_dir, node.namespace)
     entries = {}
     for found in list_sockets(node.run_dir, node.namespace):
         if found.epoch is not None:
-            with contextlib.closing(handouts.replica(found.epoch)) as replica:
+            with contextlib.closing(segments.replica(found.epoch)) as replica:
                 entries[found.epoch] = len(list(replica.entries()))
     return entries
 

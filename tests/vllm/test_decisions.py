@@ -29,9 +29,9 @@ from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm import step_times
 from kvshm.hooks.vllm.imports import lookups
+from kvshm.hooks.vllm.imports.at_once import LATE_SECONDS
 from kvshm.hooks.vllm.imports.pool_room import NO_ROOM_SECONDS, PoolRoom
-from kvshm.hooks.vllm.imports.ready_peers import LATE_SECONDS
-from kvshm.hooks.vllm.imports.twins import TWIN_WAIT_SECONDS
+from kvshm.hooks.vllm.imports.running_loads import TWIN_WAIT_SECONDS
 from kvshm.hooks.vllm.messages import RankReport
 
 from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
@@ -48,7 +48,7 @@ class Node:
         self.now = 1000.0
         self.lookups = 0
         importer = self.side.importer
-        for one in (self.side._times, importer.peers, importer._twins, importer.held, importer):
+        for one in (self.side._times, importer.peers, importer.running, importer.held, importer):
             one._clock = lambda: self.now
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "lookup", self.lookup)

@@ -15,18 +15,16 @@ PREFIX = "(EngineCore pid=7) INFO 11-22 23:25:01 [core.py:9] "
 WARNING = ".venv/lib/python3.11/site-packages/torch/x.py:7: UserWarning: old"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_a_path_that_holds_the_word_is_no_line_of_kvshm(subtests: pytest.Subtests) -> None:
+    for line in [
         f"/home/me/kvshm/{WARNING}",
         f"/home/me/my-kvshm-2/{WARNING}",
         f"kvshm/{WARNING}",
         f"{PREFIX}Initializing an engine (v0.32.0) with config: model='/tmp/kvshm/model', seed=0",
         '  File "/srv/kvshm.old/hooks.py", line 3, in <module>',
-    ],
-)
-def test_a_path_that_holds_the_word_is_no_line_of_kvshm(line: str) -> None:
-    assert lines_naming_kvshm(f"{PREFIX}ready\n{line}\n") == []
+    ]:
+        with subtests.test(line=line):
+            assert lines_naming_kvshm(f"{PREFIX}ready\n{line}\n") == []
 
 
 @pytest.mark.parametrize(

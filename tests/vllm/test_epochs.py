@@ -191,7 +191,7 @@ def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
     for _ in range(20):
         e.step()
     assert not side.tracker.expecting
-    assert (len(side.tracker._steps), side.tracker._computed) == (0, [])
+    assert (len(side.tracker._pending.steps), side.tracker._computed) == (0, [])
     monkeypatch.undo()
     new_weights(e)
     e.add("b", prompt(2, first=300), max_tokens=3)

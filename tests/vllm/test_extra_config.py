@@ -27,7 +27,7 @@ from kvshm.coordinator.in_process import serve
 from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin, shutdown
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
+from kvshm.hooks.vllm.plugin import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
 from .scheduling import DrivenEngine, imagined_cache, vllm_config
@@ -99,9 +99,7 @@ def test_sharing_nothing_by_the_engines_configuration_installs_nothing(
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"rol": "both"}, "rol is not a setting of kvshm; did you mean role?"),
         ({"role": "reader"}, "role='reader' is not both, producer or consumer; correct it"),
-        ({"enable": True}, "enable is read before vLLM has this configuration; set KVSHM_ENABLE"),
         ({"transport": "pigeon"}, "transport='pigeon' is not an installed transport"),
     ],
 )
@@ -113,7 +111,7 @@ def test_a_bad_setting_stops_the_start(
     said: str,
 ) -> None:
     enabled(monkeypatch)
-    with pytest.raises(ConfigError, match=f"^kv_connector_extra_config: {said}".replace("?", ".")):
+    with pytest.raises(ConfigError, match=f"^kv_connector_extra_config: {said}"):
         transfer_of(tmp_path, **connector, kv_connector_extra_config=extra)
 
 

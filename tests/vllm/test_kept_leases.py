@@ -20,7 +20,7 @@ from kvshm._shm.layout import unpack_records
 from kvshm._shm.statistics import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 from kvshm.hooks.vllm.imports import importer as importer_module
-from kvshm.hooks.vllm.imports import twins
+from kvshm.hooks.vllm.imports import running_loads
 
 from ..doubles.cuda_fake import NotYet
 from .scheduling import prompt
@@ -158,7 +158,7 @@ def copies_in_turn(
 ) -> Iterator[threading.Event]:
     """Only the first copy that begins meanwhile ends, before the event is set."""
     may_end, begun, copy = threading.Event(), [], engine.driver.copy_kernel
-    ours = engine.worker._worker._transport.copy_stream.stream.owner
+    ours = engine.worker._worker._cache.transport.copy_stream.stream.owner
 
     def wait() -> None:
         if not may_end.is_set():
@@ -183,7 +183,7 @@ def test_two_loads_of_an_importer_share_a_lease_and_the_recheck_guards_the_secon
     """An importer has one bit in a slot, which the load that set it takes back.  Such loads meet
     when a request has waited for another one's import in vain."""
     monkeypatch.setattr(importer_module, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(twins, "TWIN_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(running_loads, "TWIN_WAIT_SECONDS", 0.0)
     reuse = Reuse(*pair)
     a, b = pair
     reuse.ask_for_what_is_lost()

@@ -113,14 +113,15 @@ class Life:
             self.pool.free_blocks([self.used.pop()])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_kept_blocks_go_to_the_end_and_all_others_stay_in_order(seed: int) -> None:
-    life = Life(seed, 40)
-    for _ in range(150):
-        for what in (life.keep_some, life.free_some, life.allocate):
-            if life.chance.random() < 0.7:
-                what()
-    life.table.close()
+def test_kept_blocks_go_to_the_end_and_all_others_stay_in_order(subtests: pytest.Subtests) -> None:
+    for seed in range(20):
+        with subtests.test(seed=seed):
+            life = Life(seed, 40)
+            for _ in range(150):
+                for what in (life.keep_some, life.free_some, life.allocate):
+                    if life.chance.random() < 0.7:
+                        what()
+            life.table.close()
 
 
 def test_an_unknown_queue_keeps_nothing_and_says_so(lines: Lines) -> None:

@@ -175,42 +175,49 @@ def caches(rnd: random.Random, node: Node) -> Iterator[set[Key]]:
         yield keys
 
 
-@pytest.mark.parametrize(("name", "drafts"), MODELS_AND_DRAFTS)
 def test_the_longest_prefix_is_what_one_cache_with_all_blocks_would_give(
-    name: str, drafts: bool
+    subtests: pytest.Subtests,
 ) -> None:
     """With drafts and blocks of several sizes vLLM finds less than there is: near the begin of a
     prompt it drops the draft layers' block after it has rounded down already."""
-    specs, rnd, longer = MODELS[name], random.Random(name), 0
-    nodes = [
-        made(
-            specs,
-            set(rnd.sample(range(len(specs)), rnd.randint(1, len(specs)))) if drafts else set(),
-        )
-        for _ in range(5 if drafts else 1)
-    ]
-    for _ in range(CASES):
-        node = rnd.choice(nodes)
-        own, *peers = caches(rnd, node)
-        tokens = rnd.randint(1, HASHES * SIZE)
-        local = node.hit(own, tokens)
-        node.asked = []
-        found = node.groups.longest(local, tokens // SIZE, HASHES, node.find([own, *peers]))
-        length = found.length
-        vllm = node.hit(own.union(*peers), tokens)
-        assert length == vllm or (length > vllm and drafts and node.groups.step > 1)
-        assert len(set(node.asked)) == len(node.asked), "a block was looked up twice"
-        if not found.runs:
-            continue
-        longer += 1
-        said = [r for one in found.runs for r in unpack_records(one.records)]
-        wanted = [(p.group, p.first + i) for p in found.parts for i in range(p.num_blocks)]
-        assert [(r.group, r.block_id) for r in said] == wanted
-        ahead = {(g.number, length // g.scale + i) for g in node.groups.all for i in range(g.ahead)}
-        kept = {*wanted, *ahead, *needed_locally(node, local)}
-        if length == vllm:
-            assert node.hit(kept, tokens) >= length, "what it names is not enough"
-    assert longer > CASES // 20, "hardly any case imports"
+    for name, drafts in MODELS_AND_DRAFTS:
+        with subtests.test(name=name, drafts=drafts):
+            specs, rnd, longer = MODELS[name], random.Random(name), 0
+            nodes = [
+                made(
+                    specs,
+                    set(rnd.sample(range(len(specs)), rnd.randint(1, len(specs))))
+                    if drafts
+                    else set(),
+                )
+                for _ in range(5 if drafts else 1)
+            ]
+            for _ in range(CASES):
+                node = rnd.choice(nodes)
+                own, *peers = caches(rnd, node)
+                tokens = rnd.randint(1, HASHES * SIZE)
+                local = node.hit(own, tokens)
+                node.asked = []
+                found = node.groups.longest(local, tokens // SIZE, HASHES, node.find([own, *peers]))
+                length = found.length
+                vllm = node.hit(own.union(*peers), tokens)
+                assert length == vllm or (length > vllm and drafts and node.groups.step > 1)
+                assert len(set(node.asked)) == len(node.asked), "a block was looked up twice"
+                if not found.runs:
+                    continue
+                longer += 1
+                said = [r for one in found.runs for r in unpack_records(one.records)]
+                wanted = [(p.group, p.first + i) for p in found.parts for i in range(p.num_blocks)]
+                assert [(r.group, r.block_id) for r in said] == wanted
+                ahead = {
+                    (g.number, length // g.scale + i)
+                    for g in node.groups.all
+                    for i in range(g.ahead)
+                }
+                kept = {*wanted, *ahead, *needed_locally(node, local)}
+                if length == vllm:
+                    assert node.hit(kept, tokens) >= length, "what it names is not enough"
+            assert longer > CASES // 20, "hardly any case imports"
 
 
 def needed_locally(node: Node, local: int) -> set[Key]:

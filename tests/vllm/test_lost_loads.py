@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import LoadOrder, LoadReport
 from kvshm._shm.statistics import LOADS_LOST, MISS_NOT_IMPORTING
-from kvshm.hooks.vllm import worker_side as worker_side_module
+from kvshm.hooks.vllm import rank_loads
 from kvshm.hooks.vllm.imports.held_requests import LOOK_SECONDS, LOST_SECONDS
 from kvshm.hooks.vllm.imports.request_import import Way
 from kvshm.hooks.vllm.messages import RankReport
@@ -42,7 +42,7 @@ def not_handed_over(e: DrivenEngine, one: Worker) -> None:
 
 def not_begun(e: DrivenEngine, one: Worker) -> None:
     """A rank has thrown it away."""
-    begun = one.side._under_way
+    begun = one.side.loads.under_way
     one.cache.begin_load = lambda load: begun.pop(load.load_id, None)  # type: ignore[method-assign]
 
 
@@ -171,14 +171,12 @@ def test_beside_a_copy_that_hangs_nothing_is_imported_and_ranks_are_asked_ever_m
     loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loads behind it would hang as well, and asking stops the engine for a second."""
-    monkeypatch.setattr(worker_side_module, "GIVE_UP_SECONDS", 0.0)
+    monkeypatch.setattr(rank_loads, "GIVE_UP_SECONDS", 0.0)
     e, one = loading(NEVER)
     monkeypatch.setattr(one.cache, "cancel", lambda _: None)
     asked: list[float] = []
-    end_loads, now = one.side.end_loads, [0.0]
-    monkeypatch.setattr(
-        one.side, "end_loads", lambda ids: (asked.append(now[0]), end_loads(ids))[1]
-    )
+    end, now = one.side.loads.end, [0.0]
+    monkeypatch.setattr(one.side.loads, "end", lambda ids: (asked.append(now[0]), end(ids))[1])
     held = e.connector._scheduler.importer.held
     held._clock = lambda: now[0]
     held._looked_at = 0.0
@@ -238,7 +236,7 @@ def test_a_load_is_not_lost_because_the_engine_was_paused(
     for _ in range(3):
         one.step()
         now[0] += LOOK_SECONDS
-    assert one.side._under_way
+    assert one.side.loads.under_way
     one.cache.end_now()
     one.step()
     assert e.table.counters.read(LOADS_LOST) == 0

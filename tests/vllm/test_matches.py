@@ -215,7 +215,7 @@ def test_a_failure_before_a_load_lands_leaves_nothing_behind(
     monkeypatch.setattr(side.importer.running, "reported", fail)
     e.run(sent, report)
     monkeypatch.undo()
-    assert (side.importer.running.by_id, side.importer._twins._importing) == ({}, {})
+    assert (side.importer.running.by_id, side.importer.running._by_first_hash) == ({}, {})
     left = {name: each.may_import for name, each in side.importer.imports.items()}
     assert left == ({} if ended else {"a": False})
     e.add("b", prompt(3), max_tokens=4)

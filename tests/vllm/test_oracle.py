@@ -73,7 +73,7 @@ def assert_noticed(pair: Pair, blind: Engine, seed: int) -> None:
 
 
 def assert_turned_into_a_miss(pair: Pair, careful: Engine, seed: int) -> None:
-    """For one fault here; for every fault with toy engines (tests/multiprocess/test_churn.py)."""
+    """For one fault here: a checksum notices each of them (tests/conformance/test_transport.py)."""
     (prompt,) = prompts(1, seed)
     with observe(pair.node, careful) as seen:
         (answers,) = ask_both(pair.node, pair.a, careful, [prompt])

@@ -54,7 +54,7 @@ class Engines:
         self.node, self.groups = node, node.groups
         self.table = served.serve("me", OWN_EPOCH, NUM_BLOCKS).table
         self.table.set_life(Rank(0))
-        self.peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts)
+        self.peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments)
         self.others = [Exporter(served, epoch, f"e{epoch}") for epoch in (1, 2)]
         for other in self.others:
             self.peers.joined(other.info)
@@ -149,4 +149,6 @@ def test_published_blocks_of_all_engines_count_like_one_cache(
         own_runs += engines.epoch.own_peer in [run.peer for run in found.runs]
     engines.close()
     assert longer > CASES // 20, "hardly any case imports"
-    assert own_runs or node.groups.one_full or len(specs) == 1, "no own block was of use"
+    assert own_runs or node.groups.is_single_full_attention or len(specs) == 1, (
+        "no own block was of use"
+    )

@@ -74,15 +74,15 @@ class Node(test_at_once.Node):
             return done
 
         self.e.scheduler.update_from_output = heard
-        finish = self.side.importer.running.finish_awaited
+        finish = self.side.importer.running.finish_at_once
 
-        def finish_awaited(*args: Any) -> list[RequestImport]:
+        def finish_at_once(*args: Any) -> list[RequestImport]:
             ended = finish(*args)
             failed = {import_.request_id for import_ in ended if not import_.load.good}
             self.brought.update(dict.fromkeys(failed & self.awaited_first, 0))
             return ended
 
-        self.side.importer.running.finish_awaited = finish_awaited
+        self.side.importer.running.finish_at_once = finish_at_once
 
     def add(self) -> None:
         super().add()
@@ -115,7 +115,7 @@ class Node(test_at_once.Node):
         if load.load_id == request.request_id and load.load_id not in self.scheduled:
             targets = load.targets + load.lost
             good = next((i for i, block in enumerate(targets) if block in bad), len(targets))
-            if self.groups.one_full:
+            if self.groups.is_single_full_attention:
                 self.brought[request.request_id] = good * BLOCK_SIZE
         return bad
 

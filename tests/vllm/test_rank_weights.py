@@ -18,9 +18,11 @@ from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.statistics import WEIGHTS_WRITTEN
 from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.identity.layout import Placement
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights
 from kvshm.hooks.vllm.identity.weights import watch_weights, weights_digest
 from kvshm.hooks.vllm.messages import QuietStep, RankReport, StepMetadata
+from kvshm.hooks.vllm.rank_loads import RankLoads
 from kvshm.hooks.vllm.worker_side import WorkerSide
 
 from ..unit.conftest import clock, exporter, namespace, served
@@ -56,11 +58,10 @@ def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConn
         lambda c, k, models, each: {"weights": "".join(weights_digest(m, each) for m in models)},
     )
     side = object.__new__(WorkerSide)
-    side._finished, side._failed, side._bad, side._report = set(), set(), set(), None
-    side._one_full, side._under_way, side._outdated = True, {}, set()
-    side._attached, side._could_not_open, side._rank = frozenset(), False, Rank(0)
-    side._cache, side._kernel_blocks = cache, "1"
-    side._transport = cache.transport
+    side._report, side._attached = None, frozenset()
+    side._could_not_open, side._rank = False, Rank(0)
+    side._cache, side._placement = cache, Placement(torch.empty(0), [], "1")
+    side.loads = RankLoads(cache, side._next_report, by_block=True)
     side._vllm_config = side._kv_cache_config = None
     side._weights = RankWeights(SECONDS, side._weights_written)
     side._weights.find([Runner()], side._weights_load)

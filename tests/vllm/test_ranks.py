@@ -72,7 +72,7 @@ def test_ranks_that_never_say_that_a_step_has_ended_are_named_and_leave_nothing_
         running.answer(running.schedule(), KVConnectorOutput())
     (line,) = [line for line in lines if "not sharing" in line]
     assert line.endswith("of 1 ranks, these did not describe their KV cache: 0")
-    assert not side.tracker._steps
+    assert not side.tracker._pending.steps
     assert len(side._times.measured) <= 64
     assert not side.tracker.expecting
 

@@ -16,10 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from kvshm._base.ids import Epoch, LoadId
 from kvshm._engine.load_plan import LoadOrder, LoadReport
-from kvshm.hooks.vllm import worker_side as worker_side_module
+from kvshm.hooks.vllm import rank_loads
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights
 from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.rank_loads import RankLoads
 from kvshm.hooks.vllm.ranks import Ranks
 from kvshm.hooks.vllm.worker_side import WorkerSide
 
@@ -73,13 +74,12 @@ class Worker:
 
     def __init__(self, engine: DrivenEngine, polls: int) -> None:
         side = object.__new__(WorkerSide)
-        side._finished, side._failed, side._bad = set(), set(), set()
-        side._under_way, side._outdated = {}, set()
-        side._one_full = engine.connector._scheduler.importer.lookups.groups.one_full
         side._report, side._attached = RankReport(0), frozenset()
         side._weights = RankWeights(3600, side._weights_written)
         self.side = side
         self.cache = side._cache = Copying(polls)  # type: ignore[assignment]  # stands for one
+        by_block = engine.connector._scheduler.importer.lookups.groups.is_single_full_attention
+        side.loads = RankLoads(side._cache, side._next_report, by_block)
         self.connector = object.__new__(KvshmConnector)
         self.connector.strict, self.connector._scheduler = True, None
         self.connector._worker, self.connector._connector_metadata = side, None
@@ -94,11 +94,11 @@ class Worker:
         return [what(None, *args)]
 
     def run(self, sent: Sent) -> None:
-        """A step in the worker_side_module, and its output in the scheduler."""
+        """A step in the worker, and its output in the scheduler."""
         self._engine.answer(sent, self.output_of(sent))
 
     def output_of(self, sent: Sent) -> KVConnectorOutput:
-        """A step in the worker_side_module."""
+        """A step in the worker."""
         own = self.connector
         own.bind_connector_metadata(sent.metadata)
         own.start_load_kv(None)
@@ -274,7 +274,7 @@ def test_a_load_that_does_not_end_refuses_the_reset_and_goes_on(
     loading: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copies may still write: then the reset fails as vLLM's own do, and can be tried again."""
-    monkeypatch.setattr(worker_side_module, "GIVE_UP_SECONDS", 0.01)
+    monkeypatch.setattr(rank_loads, "GIVE_UP_SECONDS", 0.01)
     e, one = loading(polls=10**9)
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         e.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -91,7 +91,7 @@ def importer(pair: list[InProcessEngine]) -> Importer:
 @contextmanager
 def held_copies(engine: InProcessEngine) -> Iterator[None]:
     """No copy of the engine runs meanwhile."""
-    with engine.driver.hold(engine.worker._worker._transport.copy_stream.stream):
+    with engine.driver.hold(engine.worker._worker._cache.transport.copy_stream.stream):
         yield
 
 
@@ -229,7 +229,7 @@ class PlayedTime:
             one._clock = lambda: self.now
         monkeypatch.setattr(rank, "time", SimpleNamespace(sleep=self.sleep))
         self._copy = engine.driver.copy_kernel
-        self._stream = worker._transport.copy_stream.stream.owner
+        self._stream = worker._cache.transport.copy_stream.stream.owner
         monkeypatch.setattr(engine.driver, "copy_kernel", self.copy_kernel)
 
     def sleep(self, seconds: float) -> None:

@@ -83,9 +83,8 @@ def edges_with(text: str) -> Iterator[Edge]:
 SCHEDULER = "from vllm.v1.core.sched.scheduler import Scheduler"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_subclass_that_appears_is_named(subtests: pytest.Subtests) -> None:
+    for text in [
         f"{SCHEDULER}\nclass Odd(Scheduler): ...",
         f"{SCHEDULER} as Other\nclass Odd(\n    Mixin, Other[int]\n): ...",
         "from ..sched.scheduler import Scheduler\nclass Odd(Scheduler): ...",
@@ -95,11 +94,10 @@ SCHEDULER = "from vllm.v1.core.sched.scheduler import Scheduler"
         f"def make():\n    {SCHEDULER}\n    class Odd(Scheduler): ...\n    return Odd",
         # A subclass of one that is found.
         "from vllm.v1.core.sched.async_scheduler import AsyncScheduler as A\nclass Odd(A): ...",
-    ],
-)
-def test_a_subclass_that_appears_is_named(text: str) -> None:
-    [said] = unknown(edges_with(text))
-    assert said.startswith("v1/core/odd/odd.py: Odd has the base ")
+    ]:
+        with subtests.test(text=text):
+            [said] = unknown(edges_with(text))
+            assert said.startswith("v1/core/odd/odd.py: Odd has the base ")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import pairwise, product
 
 import pytest
 
@@ -59,14 +59,15 @@ def test_nothing_is_found_and_nothing_changes_while_nobody_writes() -> None:
     assert torch.equal(model.weight, untouched.weight)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_full_write_past_torchs_counter_is_found_at_once(dtype: torch.dtype) -> None:
-    model = layer(dtype=dtype)
-    samples, version = sampled(model), model.weight._version
-    other = (torch.randn(model.weight.shape) * 3).to(dtype)
-    model.weight.data.copy_(~other if dtype is torch.bool else other)
-    assert model.weight._version == version
-    assert samples.look_at_all() == "weight"
+def test_a_full_write_past_torchs_counter_is_found_at_once(subtests: pytest.Subtests) -> None:
+    for dtype in DTYPES:
+        with subtests.test(dtype=dtype):
+            model = layer(dtype=dtype)
+            samples, version = sampled(model), model.weight._version
+            other = (torch.randn(model.weight.shape) * 3).to(dtype)
+            model.weight.data.copy_(~other if dtype is torch.bool else other)
+            assert model.weight._version == version
+            assert samples.look_at_all() == "weight"
 
 
 def test_a_step_of_an_optimiser_in_low_precision_is_found_at_once() -> None:
@@ -109,13 +110,14 @@ def test_a_run_longer_than_the_grid_is_wide_is_always_found() -> None:
         model.weight.data.view(-1)[first + width : first + 2 * width] -= 1
 
 
-@pytest.mark.parametrize("start", [0.0, 0.4, 0.999])
-@pytest.mark.parametrize("size", [*range(257, 2100, 41), 16_385, 262_144, 999_983])
-def test_a_run_of_a_1024th_of_a_tensor_always_holds_a_place(size: int, start: float) -> None:
-    rows = _rows_of(torch.arange(size), start)
-    assert {len(row) >= PER_LOOK and len(row) == len(rows[0]) for row in rows} == {True}
-    places = [-1, *torch.cat(list(rows)).unique().tolist(), size]
-    assert max(b - a - 1 for a, b in pairwise(places)) < size / 1024
+def test_a_run_of_a_1024th_of_a_tensor_always_holds_a_place() -> None:
+    for size, start in product(
+        (*range(257, 2100, 41), 16_385, 262_144, 999_983), (0.0, 0.4, 0.999)
+    ):
+        rows = _rows_of(torch.arange(size), start)
+        assert {len(row) >= PER_LOOK and len(row) == len(rows[0]) for row in rows} == {True}
+        places = [-1, *torch.cat(list(rows)).unique().tolist(), size]
+        assert max(b - a - 1 for a, b in pairwise(places)) < size / 1024, (size, start)
 
 
 def test_small_tensors_are_compared_as_a_whole() -> None:
@@ -182,9 +184,8 @@ def another_module(model: torch.nn.Module) -> None:
     model.adapter = layer(seed=4)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "name"),
-    [
+def test_exchanged_and_added_weights_are_found(subtests: pytest.Subtests) -> None:
+    for exchange, name in [
         (replaced, "weight"),
         (other_memory, "weight"),
         (removed, "weight"),
@@ -192,15 +193,12 @@ def another_module(model: torch.nn.Module) -> None:
         (other_state, "_parameters"),
         (another, "_parameters"),
         (another_module, "_modules"),
-    ],
-)
-def test_exchanged_and_added_weights_are_found(
-    exchange: Callable[[torch.nn.Module], None], name: str
-) -> None:
-    model = layer()
-    samples = sampled(model)
-    exchange(model)
-    assert samples.look_at_all() == name
+    ]:
+        with subtests.test(exchange=exchange, name=name):
+            model = layer()
+            samples = sampled(model)
+            exchange(model)
+            assert samples.look_at_all() == name
 
 
 def test_weights_that_two_modules_share_are_found_by_either_name() -> None:

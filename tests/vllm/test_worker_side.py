@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from torch.nn import Module
 
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
@@ -23,8 +24,10 @@ from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import MemoryInUse, TransportError
 from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.identity.layout import Placement
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
+from kvshm.hooks.vllm.rank_loads import RankLoads
 from kvshm.hooks.vllm.worker_side import WorkerSide
 
 from ..sessions import new_namespace
@@ -58,12 +61,11 @@ def engines() -> Iterator[ServedNode]:
 def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     """A worker's connector, without the engine around it."""
     side = object.__new__(WorkerSide)
-    side._finished, side._failed, side._bad, side._report = set(), set(), set(), RankReport(0)
-    side._one_full = True
-    side._under_way, side._outdated, side._attached = {}, set(), frozenset()
+    side._report, side._attached = RankReport(0), frozenset()
     side._rank, side._weights = Rank(0), RankWeights(3600, side._weights_written)
     side._could_not_open = False
-    side._cache = RankHalf(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
+    side._cache = RankHalf(Unexportable(), Rank(0), engines.segments)  # type: ignore[arg-type]
+    side.loads = RankLoads(side._cache, side._next_report, by_block=True)
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
     yield made
@@ -165,9 +167,10 @@ def test_a_description_covers_the_changes_before_it(
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
     monkeypatch.setattr(worker_side_module, "rank_fields", lambda *_: {"weights": "w"})
-    side._transport, model = side._cache.transport, Module()
+    model = Module()
     side._weights.find([SimpleNamespace(get_model=lambda: model)], side._weights_load)
-    side._kernel_blocks, side._vllm_config, side._kv_cache_config = "1", None, None
+    side._placement = Placement(torch.empty(0), [], "1")
+    side._vllm_config = side._kv_cache_config = None
     side._weights_load()
     _, _, report = step(connector, StepMetadata(1, describe=3))
     assert report.descriptions[0].fields["weights"] == "w"
@@ -274,14 +277,14 @@ def test_a_load_of_several_groups_is_reported_by_request(connector: KvshmConnect
     """Blocks would end the engine.  What was forgotten fails no later load of the request."""
     side = connector._worker
     assert side is not None
-    side._one_full = False
-    side._ended(LoadReport("a", (BlockId(3),)))
-    side._ended(LoadReport("b", ()))
+    side.loads._by_block = False
+    side.loads._end(LoadReport("a", (BlockId(3),)))
+    side.loads._end(LoadReport("b", ()))
     assert connector.get_block_ids_with_load_errors() == set()
     results = connector.get_transfer_results(set())
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})
-    side._ended(LoadReport("a", (BlockId(3),)))
-    side.forget(["a"])
+    side.loads._end(LoadReport("a", (BlockId(3),)))
+    side.loads.forget(["a"])
     results = connector.get_transfer_results(set())
     assert not results.finished_recving
     assert not results.failed_recving
@@ -294,10 +297,10 @@ def test_memory_does_not_go_under_a_load_that_a_bug_keeps_from_ending(
     side: Any = connector._worker
     monkeypatch.setattr(side._cache, "release_memory", fails)
     connector.unregister_kv_caches()
-    side._under_way["r"] = load("r")
+    side.loads.under_way["r"] = load("r")
     with pytest.raises(MemoryInUse, match="must stay mapped"):
         connector.unregister_kv_caches()
-    del side._under_way["r"]
+    del side.loads.under_way["r"]
 
 
 def test_a_rank_answers_the_handshake_once(

@@ -23,9 +23,9 @@ from typing import Any
 from kvshm.config import SETTINGS
 from kvshm.errors import ConfigError
 
+from ..output import Json
 from ..report import Filters, build_report
 from ..status import as_json as status_of
-from ..tables import Json
 from .evidence import Evidence
 from .processes import NAMED
 from .report import Findings, as_json

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from kvshm._base.rundir import choose_run_directory
 from kvshm.config import Config
 
 from ..options import add_selection
-from ..plain_text import clean
+from ..output import clean, note, show
 from .bundle import write_bundle
 from .checks import Result, run_checks
 from .evidence import gather
@@ -55,14 +53,10 @@ def run(asked: argparse.Namespace) -> int:
     namespace = config.namespace if "KVSHM_NAMESPACE" in config.given else None
     evidence = gather(run_dir, namespace)
     findings = run_checks(CHECKS, evidence)
-    if asked.json:
-        print(json.dumps(as_json(findings), indent=2))
-    else:
-        for line in _lines(findings):
-            print(line)
+    show(as_json(findings), lambda: _lines(findings), as_json=asked.json)
     if asked.bundle is not None:
         write_bundle(asked.bundle, evidence, findings)
-        print(f"wrote {asked.bundle}; read it before you send it", file=sys.stderr)
+        note(f"wrote {asked.bundle}; read it before you send it")
     found = {finding.result for _, finding in findings}
     return EXIT_PROBLEMS if Result.PROBLEM in found else EXIT_WELL
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvshm.version import __version__
 
-from ..tables import Json
+from ..output import Json
 from .checks import Check, Finding, Result
 
 Findings = Sequence[tuple[Check, Finding]]

@@ -17,7 +17,7 @@ from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 
-from ..plain_text import clean
+from ..output import clean
 from .number_formats import DTYPES
 
 HELP = "write blocks to a file, show them to engines, compare them"

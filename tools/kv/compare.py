@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvshm._base.fingerprint import differences
 
+from ..output import show
 from .block_file import BlockFile, BlockFileError, Description
 from .errors_between import Distance
 from .number_formats import DTYPES, dtype_of
@@ -111,7 +111,7 @@ def main(files: tuple[Path, Path], how: How, *, as_json: bool) -> int:
     """Compare and print; return the exit status.  Raises BlockFileError."""
     found = compare(BlockFile(files[0]), BlockFile(files[1]), how)
     equal = found.equal(how.tolerance)
-    print(json.dumps(as_data(found, equal), indent=2) if as_json else as_text(found, equal))
+    show(as_data(found, equal), lambda: [as_text(found, equal)], as_json=as_json)
     return EQUAL if equal else DIFFERENT
 
 

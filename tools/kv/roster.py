@@ -18,7 +18,6 @@ import zmq
 from kvshm._base.fingerprint import FIELDS
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import command_endpoint, engine_socket, start_command
-from kvshm._node.handout import HandoutServer, Request
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -31,6 +30,8 @@ from kvshm._node.protocol import (
     decode_reply,
     encode,
 )
+from kvshm._node.segment_server import SegmentServer
+from kvshm._shm.descriptors import Request
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm._shm.segment import TABLE_KIND
 from kvshm._shm.slot_table import SlotTableView
@@ -74,7 +75,7 @@ def ask_for(run_dir: Path, namespace: str, engine: SlotTableView) -> EngineInfo:
             imports_only=True,
             kvshm_version=__version__,
         )
-        with closing(HandoutServer(engine_socket(run_dir, namespace, epoch), find)):
+        with closing(SegmentServer(engine_socket(run_dir, namespace, epoch), find)):
             joined = _join(run_dir, namespace, info)
     for found in joined.roster:
         if found.epoch == engine.epoch:

@@ -27,7 +27,7 @@ from kvshm.errors import ConfigError, KvshmError
 from kvshm.halves import BlockId, EngineSpec, Epoch, RankInfo, SchedulerHalf, open_rank
 from kvshm.interfaces import Region, SupportsAllocate, load_transport
 
-from ..plain_text import clean
+from ..output import clean
 from .block_file import BlockFile, BlockFileError, Description, packed_regions
 from .dump import HOST_MEMORY
 

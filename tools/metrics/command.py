@@ -7,8 +7,6 @@ on; 2: wrong command line or setting, or prometheus_client is not installed.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import sys
 import time
 from math import isinf
@@ -18,9 +16,9 @@ from kvshm.errors import ConfigError
 
 from ..node.reader import NodeReader
 from ..options import add_selection, find_place
+from ..output import show
 from .definitions import METRICS
 from .samples import Buckets, Samples, samples_of
-from .server import MetricsServer
 
 HELP = "print metrics for Prometheus, or serve them"
 DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 9402
@@ -70,7 +68,7 @@ def run(asked: argparse.Namespace) -> int:
     run_dir, namespace = find_place(asked)
     with NodeReader(run_dir, namespace) as reader:
         if asked.json:
-            print(json.dumps(as_json(_read(reader)), indent=2))
+            show(as_json(_read(reader)), lambda: (), as_json=True)
         else:
             _expose(asked, reader)
     return 0
@@ -104,9 +102,10 @@ def _expose(asked: argparse.Namespace, reader: NodeReader) -> None:
     if asked.output is not None:
         exposition.write_file(_read(reader), asked.output)
     elif asked.listen is not None:
-        server = MetricsServer(lambda accept: exposition.as_accepted(_read(reader), accept))
+        from .server import MetricsServer
+
         try:
-            asyncio.run(server.serve(*asked.listen))
+            MetricsServer(lambda: _read(reader), *asked.listen).serve()
         except UnicodeError as exc:  # of a name that cannot be one
             raise ConfigError(f"--listen={asked.listen[0]!r} is not an address") from exc
     else:

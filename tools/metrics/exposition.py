@@ -13,7 +13,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
 from kvshm.errors import ConfigError
@@ -47,7 +46,8 @@ class _Collector:
             yield family
 
 
-def _registry(samples: Samples) -> CollectorRegistry:
+def registry_of(samples: Samples) -> CollectorRegistry:
+    """What prometheus_client writes the samples from."""
     registry = CollectorRegistry()
     registry.register(_Collector(samples))
     return registry
@@ -55,17 +55,7 @@ def _registry(samples: Samples) -> CollectorRegistry:
 
 def as_text(samples: Samples) -> str:
     """Return the samples in Prometheus' text format."""
-    return str(generate_latest(_registry(samples)).decode())
-
-
-def as_accepted(samples: Samples, accept: str) -> tuple[bytes, str]:
-    """Return the samples in the best format that an Accept header permits, and its content
-    type."""
-    try:
-        encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # what prometheus_client makes of a version that is none
-        encode, content_type = choose_encoder("")
-    return encode(_registry(samples)), content_type
+    return str(generate_latest(registry_of(samples)).decode())
 
 
 def write_file(samples: Samples, path: Path) -> None:
@@ -75,4 +65,4 @@ def write_file(samples: Samples, path: Path) -> None:
         raise ConfigError(f"--output={path}: it is no regular file, and would be replaced by one")
     if not path.parent.is_dir():
         raise ConfigError(f"--output={path}: there is no directory {path.parent}")
-    write_to_textfile(str(path), _registry(samples))
+    write_to_textfile(str(path), registry_of(samples))

@@ -20,7 +20,7 @@ from kvshm.version import __version__
 from ..node.health import EngineHealth, NamespaceHealth, State, judge_node
 from ..node.logged import difference
 from ..node.reading import EngineReading, NamespaceReading, NodeReading, PeerReading
-from ..plain_text import clean
+from ..output import clean
 from .definitions import METRICS, Kind
 
 SECOND_NS = 1e9

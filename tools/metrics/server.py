@@ -1,143 +1,142 @@
-"""A small HTTP server that answers GET /metrics, on one event loop and one thread for reading.
+"""Serves GET /metrics by prometheus_client's server, a thread for each of a bounded number of
+clients.
 
-However many clients connect, and however slowly they send or read, each is done with after
-``CLIENT_SECONDS``, and takes no thread.  Every answer closes its connection.
+However slowly a client sends or reads, it is done with after ``CLIENT_SECONDS``.  Every answer
+closes its connection.
 """
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
-from typing import NamedTuple
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from ..plain_text import clean
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import choose_encoder
+
+from ..output import say
+from .exposition import registry_of
+from .samples import Samples
 
 CLIENT_SECONDS = 10.0
-"""From the beginning of a connection to its end; Prometheus itself waits as long."""
+"""From the start of a connection to its end; Prometheus itself waits as long."""
 MAX_CLIENTS = 64
-"""At once; more are hung up on."""
-HEAD_BYTES = 16384
-PLAIN = "text/plain; charset=utf-8"
+"""At once; the connections of more are closed."""
 HELP = b"kvshm metrics: see /metrics\n"
-END_OF_HEAD = b"\r\n\r\n"
 
-Scrape = Callable[[str], tuple[bytes, str]]
-"""Takes an Accept header, returns the metrics and their content type."""
+StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
 
-class Answer(NamedTuple):
-    """What goes back to a client."""
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Answers requests until SIGTERM or SIGINT.  ``read`` is called by one thread at a time."""
 
-    status: HTTPStatus
-    body: bytes
-    content_type: str = PLAIN
-    headers: tuple[str, ...] = ()
-
-    def encoded(self) -> bytes:
-        head = (
-            f"HTTP/1.1 {self.status.value} {self.status.phrase}",
-            f"Content-Type: {self.content_type}",
-            f"Content-Length: {len(self.body)}",
-            "Connection: close",
-            *self.headers,
-        )
-        return "\r\n".join(head).encode("ascii") + END_OF_HEAD + self.body
-
-
-class MetricsServer:
-    """Answers requests.  ``scrape`` is called on one thread, one call at a time."""
+    daemon_threads = True
+    request_queue_size = 100
 
     def __init__(
         self,
-        scrape: Scrape,
+        read: Callable[[], Samples],
+        host: str,
+        port: int,
         client_seconds: float = CLIENT_SECONDS,
         max_clients: int = MAX_CLIENTS,
     ) -> None:
-        self._scrape = scrape
+        """Raises OSError if it cannot listen there."""
+        self._read, self._reading = read, threading.Lock()
         self._client_seconds, self._max_clients = client_seconds, max_clients
-        self._clients = 0
-        self._thread = ThreadPoolExecutor(1)
+        self._began: dict[socket.socket, float] = {}
+        """When the connections of clients were accepted."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, address = found[0][0], found[0][4][:2]
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(self._app)
 
-    async def serve(self, host: str, port: int) -> None:
-        """Serve until SIGTERM or SIGINT.  Raises OSError if it cannot listen there."""
-        ended = asyncio.Event()
+    def serve(self) -> None:
+        """Serve until SIGTERM or SIGINT.  Main thread only, since it handles signals."""
+        ended = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        server = await asyncio.start_server(self._client, host, port, limit=HEAD_BYTES)
-        for listening in server.sockets:
-            address, number = listening.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            _say(f"serving http://{shown}:{number}/metrics")
-        await ended.wait()
-        server.close()
-        self._thread.shutdown(cancel_futures=True)
+            signal.signal(number, lambda *_: ended.set())
+        thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
+        thread.start()
+        host, port = str(self.server_address[0]), self.server_address[1]
+        say("metrics", f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
+        ended.wait()
+        self.shutdown()
+        self.server_close()
+        self._reading.acquire()  # for good: the reader's memory is unmapped after this
 
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._clients >= self._max_clients:
-            writer.transport.abort()
+    def server_bind(self) -> None:
+        """Bind, and ask no name server for this machine's name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", self.server_address[1]
+        self.setup_environ()
+
+    # -- clients
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread, unless there are too many clients."""
+        if len(self._began) >= self._max_clients:
+            self.shutdown_request(request)
             return
-        self._clients += 1
-        try:
-            async with asyncio.timeout(self._client_seconds):
-                await self._converse(reader, writer)
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client is gone, or too slow
-        except asyncio.CancelledError:
-            pass  # the server ends; asyncio's streams would print a traceback
-        finally:
-            self._clients -= 1
-            writer.transport.abort()
+        self._began[request] = time.monotonic()
+        super().process_request(request, client_address)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            answer = await self._answer(await reader.readuntil(END_OF_HEAD))
-        except asyncio.LimitOverrunError:
-            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            answer = Answer(status, b"the request is too long\n")
-        writer.transport.set_write_buffer_limits(0)
-        writer.write(answer.encoded())
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
+    def shutdown_request(self, request: Any) -> None:
+        """Close a client's connection."""
+        super().shutdown_request(request)
+        self._began.pop(request, None)
 
-    async def _answer(self, head: bytes) -> Answer:
-        first, *rest = head.decode("latin-1").split("\r\n")
-        match first.split(" "):
-            case [method, target, version] if version.startswith("HTTP/1."):
-                pass
-            case _:
-                return Answer(HTTPStatus.BAD_REQUEST, b"this is not HTTP/1\n")
-        if method != "GET":
-            refused = HTTPStatus.METHOD_NOT_ALLOWED
-            return Answer(refused, b"only GET is answered\n", headers=("Allow: GET",))
-        path = target.partition("?")[0]
+    def service_actions(self) -> None:
+        """Close the connections of slow clients; their threads end by that."""
+        oldest = time.monotonic() - self._client_seconds
+        for request in [each for each, began in list(self._began.items()) if began < oldest]:
+            with suppress(OSError):  # it has been closed meanwhile
+                request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the client has gone, or was too slow."""
+
+    # -- answers
+
+    def _app(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
         if "://" in path:  # as through a proxy
             path = "/" + path.partition("://")[2].partition("/")[2]
-        if path == "/":
-            return Answer(HTTPStatus.OK, HELP)
-        if path != "/metrics":
-            return Answer(HTTPStatus.NOT_FOUND, HELP)
-        return await self._metrics(_accept(rest))
-
-    async def _metrics(self, accept: str) -> Answer:
-        loop = asyncio.get_running_loop()
+        if path != "/metrics" and environ["REQUEST_METHOD"] == "GET":
+            status = "200 OK" if path == "/" else "404 Not Found"
+            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+            return [HELP]
+        environ |= {"PATH_INFO": path, "HTTP_ACCEPT": _usable(environ.get("HTTP_ACCEPT", ""))}
+        registry = CollectorRegistry()
         try:
-            body, content_type = await loop.run_in_executor(self._thread, self._scrape, accept)
+            if environ["REQUEST_METHOD"] == "GET":
+                with self._reading:
+                    registry = registry_of(self._read())
+            answer: Iterable[bytes] = make_wsgi_app(registry)(environ, start_response)
         except Exception as exc:  # any: the next scrape may succeed
-            _say(f"a scrape failed: {type(exc).__name__}: {exc}")
-            return Answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"the scrape failed; see the log\n")
-        return Answer(HTTPStatus.OK, body, content_type)
+            say("metrics", f"a scrape failed: {type(exc).__name__}: {exc}")
+            start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
+            return [b"the scrape failed; see the log\n"]
+        return answer
 
 
-def _accept(headers: list[str]) -> str:
-    """The value of the Accept header; empty if there is none."""
-    pairs = (header.partition(":") for header in headers)
-    return next((value.strip() for name, _, value in pairs if name.lower() == "accept"), "")
+class _Handler(WSGIRequestHandler):
+    """Logs nothing, and asks no name server for the client's name."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of requests."""
 
 
-def _say(text: str) -> None:
-    print("kvshm metrics:", clean(" ".join(text.split())), file=sys.stderr, flush=True)
+def _usable(accept: str) -> str:
+    """The Accept header, or an empty one if prometheus_client cannot read its version."""
+    try:
+        choose_encoder(accept)
+    except (TypeError, ValueError):
+        return ""
+    return accept

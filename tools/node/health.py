@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
-from kvshm._node.incompatible import NO_BIT
-from kvshm._shm.progress import SCHEDULER_LOOP, Progress
+from kvshm._shm.progress import SCHEDULER_LOOP, LoopProgress
 
-from .logged import difference, had_no_lease_bit, last_refusal
+from .logged import difference, last_refusal, missing_lease_bit
 from .reading import EngineReading, NamespaceReading, NodeReading
 
 SCHEDULER_SECONDS = 60.0
@@ -306,7 +305,7 @@ def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[Rea
             )
 
 
-def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
+def _is_stalled(loop: LoopProgress, rested: float, limits: Limits) -> bool:
     if loop.idles and not loop.pending:
         return False
     return rested > (limits.scheduler if loop.idles else limits.loop)
@@ -329,8 +328,9 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
     if held > limits.load:
         yield Reason(Code.LONG_LOAD, f"a load holds its leases for {held:.0f} s")
-    if engine.joined and engine.lease_bit is None and had_no_lease_bit(engine.errors):
-        yield Reason(Code.NO_LEASE_BIT, NO_BIT)
+    missing = missing_lease_bit(engine.errors)
+    if missing and engine.joined and engine.lease_bit is None:
+        yield Reason(Code.NO_LEASE_BIT, missing)
     if mismatched := engine.counters["mismatched"]:
         why = f"{mismatched} copied blocks differed from what was published"
         yield Reason(Code.MISMATCHED, why)

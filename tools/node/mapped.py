@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvshm._base.log import engine_name
 from kvshm._base.rundir import FoundFile
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served
 from kvshm._shm.layout import SlotState
@@ -100,33 +100,33 @@ class MappedEngine:
         seconds at most if the engine is stopped."""
         if self.gone_since is not None and self.table is not None:
             return
-        handouts = Handouts(self.path.parent, self.namespace)
+        segments = SegmentClient(self.path.parent, self.namespace)
         if (self.table is None or not self.answers) and clock() >= self._ask_again:
             began = clock()
-            self._fetch_table(handouts)
+            self._fetch_table(segments)
             if not self.answers and clock() - began > _LONG_SECONDS:
                 self._ask_again = clock() + ASK_AGAIN_SECONDS
         problem = self.problems.get(TABLE_KIND)
         answers = self.answers or (problem is not None and not problem.silent)
         if replica and answers and clock() >= self._replica_until:
-            self._fetch_replica(handouts)
+            self._fetch_replica(segments)
             self._replica_until = clock() + REPLICA_SECONDS
 
-    def _fetch_table(self, handouts: Handouts) -> None:
+    def _fetch_table(self, segments: SegmentClient) -> None:
         try:
-            self._map_table(handouts.view(self.epoch))
+            self._map_table(segments.view(self.epoch))
             self.answers = True
         except KvshmError as exc:
             if self.table is not None or not is_served(self.path):
                 return
             if isinstance(exc.__cause__, TransportError):
-                self._ask_coordinator(handouts, exc)
+                self._ask_coordinator(segments, exc)
             else:
                 self._record(TABLE_KIND, exc)
 
-    def _ask_coordinator(self, handouts: Handouts, silence: KvshmError) -> None:
+    def _ask_coordinator(self, segments: SegmentClient, silence: KvshmError) -> None:
         try:
-            self._map_table(handouts.table_from_coordinator(self.epoch))
+            self._map_table(segments.table_from_coordinator(self.epoch))
             shown = "its table is shown by the coordinator, its replica is not"
         except KvshmError as exc:
             shown = f"nothing of it is shown, since the coordinator has no table of it: {exc}"
@@ -139,9 +139,9 @@ class MappedEngine:
         self.table = table
         self.problems.pop(TABLE_KIND, None)
 
-    def _fetch_replica(self, handouts: Handouts) -> None:
+    def _fetch_replica(self, segments: SegmentClient) -> None:
         with self.recording_problems(INDEX_KIND):  # what is mapped stays
-            newer = handouts.replica(self.epoch)
+            newer = segments.replica(self.epoch)
             if self.replica is not None:
                 self.replica.close()
             self.replica = newer

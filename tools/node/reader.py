@@ -20,7 +20,7 @@ from kvshm._base.declined import Declined, list_declined
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_coordinators, list_sockets, tables_socket
 from kvshm._base.time_namespace import clock_offset_ns
-from kvshm._node.handout import Handouts
+from kvshm._node.segment_server import SegmentClient
 from kvshm._shm.fds import is_served
 from kvshm._shm.segment import TABLE_KIND
 from kvshm._shm.slot_table import SlotTableView
@@ -229,7 +229,7 @@ class NodeReader:
     ) -> tuple[bool, set[Epoch]]:
         """Whether the coordinator answers, and who is in its roster.  It is asked only about
         engines in whose tables it has not shown itself lately; about nobody if there are none."""
-        now, handouts = self._clock(), Handouts(self._run_dir, space, timeout=ASK_SECONDS)
+        now, segments = self._clock(), SegmentClient(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
         seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not told
         fresh = {e.epoch for e in seen if now - (e.coordinator_ns or 0) / 1e9 < FRESH_SECONDS}
@@ -237,7 +237,7 @@ class NodeReader:
         answers, joined = bool(fresh), set(fresh)
         for epoch in wanted or ([] if fresh else [Epoch(0)]):
             try:
-                handouts.table_from_coordinator(epoch).close()
+                segments.table_from_coordinator(epoch).close()
                 joined.add(epoch)
             except SegmentNotFound as exc:
                 answers = answers or exc.__cause__ is None

@@ -16,7 +16,7 @@ from kvshm._replica.index_layout import Row
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import Distribution
 from kvshm._shm.layout import RowState
-from kvshm._shm.progress import COORDINATOR_LOOP, SCHEDULER_LOOP, Progress
+from kvshm._shm.progress import COORDINATOR_LOOP, SCHEDULER_LOOP, LoopProgress
 from kvshm._shm.slot_table import SlotTableView
 from kvshm._shm.traffic import Traffic
 
@@ -113,7 +113,7 @@ class EngineReading(EngineHeader):
     blocks: Blocks
     histograms: Mapping[str, Distribution]
     traffic: tuple[Traffic, ...]
-    progress: tuple[Progress, ...]
+    progress: tuple[LoopProgress, ...]
     """Of the loops of its own processes, on the reader's clock."""
     coordinator_ns: int | None
     """When a coordinator that has this table last went round, on the reader's CLOCK_MONOTONIC; 0:
@@ -292,7 +292,7 @@ def read_table(
 
 
 class _Times(NamedTuple):
-    progress: tuple[Progress, ...]
+    progress: tuple[LoopProgress, ...]
     loads_since: tuple[int, ...]
     known: bool
     """Whether these are on the reader's clock."""

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..commands import EXIT_FAILED
 from ..node.reader import NodeReader
 from ..options import add_selection, find_place
+from ..output import EXIT_FAILED, note
 from .looks import Looks
 from .view import View
 
@@ -66,7 +66,7 @@ def _show(
     if not first.namespaces:
         if asked.json and asked.once:
             show(first)
-        print(f"nothing of kvshm runs in {run_dir}", file=sys.stderr)
+        note(f"nothing of kvshm runs in {run_dir}")
         return EXIT_FAILED
     if asked.once:
         time.sleep(asked.interval)

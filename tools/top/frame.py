@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from ..node.health import State
-from ..plain_text import clean
+from ..output import clean
 from . import wording
 from .faults import Fault
 from .grid import Cell, Column, cut, fitted, flow, table

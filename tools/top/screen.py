@@ -21,12 +21,12 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
+from ..output import EXIT_TERMINATED
 from .frame import frame
 from .view import View
 
 PLAIN_WIDTH = 200
 """Of frames that are not written to a terminal; $COLUMNS tells another one."""
-EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def print_frame(view: View) -> None:

@@ -27,9 +27,14 @@ class CudaAttachment:
     """The attachment keeps no connection: the importer watches the exporter's process itself."""
 
     def __init__(
-        self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
-        mappings: list[PeerMapping], keep: object, path: CopyPath,
-    ) -> None:  # fmt: skip
+        self,
+        own: CudaIpcTransport,
+        descriptor: MemoryDescriptor,
+        table: RegionTable,
+        mappings: list[PeerMapping],
+        keep: object,
+        path: CopyPath,
+    ) -> None:
         self.epoch = Epoch(descriptor.epoch)
         self.route = table.route
         self.path = path
@@ -44,9 +49,12 @@ class CudaAttachment:
         self._closed = False
 
     def begin_copy(
-        self, source: Sequence[BlockId], target: Sequence[BlockId],
-        keep_going: Callable[[], bool] | None = None, after: LaunchedWork | None = None,
-    ) -> CudaCopy:  # fmt: skip
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        keep_going: Callable[[], bool] | None = None,
+        after: LaunchedWork | None = None,
+    ) -> CudaCopy:
         own = self._own
         blocks = own.blocks_to_read(source, self._num_blocks, target)
         with self._lock:

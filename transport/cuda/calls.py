@@ -46,9 +46,15 @@ def copy_batch(
     attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)  # the only attribute's first copy
     code = entry(
-        targets.data_ptr(), sources.data_ptr(), sizes.data_ptr(), sizes.numel(),
-        int(attributes.getPtr()), ctypes.addressof(first), 1,
-        ctypes.addressof(failed), stream,  # CUDA 13's signature lacks ``failed``
-    )  # fmt: skip
+        targets.data_ptr(),
+        sources.data_ptr(),
+        sizes.data_ptr(),
+        sizes.numel(),
+        int(attributes.getPtr()),
+        ctypes.addressof(first),
+        1,
+        ctypes.addressof(failed),
+        stream,  # not ``failed`` in CUDA 13's signature
+    )
     if code:
         raise CudaError(_BATCH, cu.CUresult(code).name)

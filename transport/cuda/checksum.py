@@ -1,8 +1,7 @@
 """Checksums of blocks in GPU memory, for KVSHM_VERIFY.
 
-The bytes are copied to the host and hashed there with xxh3, as the CPU transport does: equal
-blocks have equal checksums on every transport, and no second hash function is needed.  The price,
-a copy over the bus, is acceptable for a setting that is meant for tests.
+The bytes are copied to the host and hashed there with xxh3, as the CPU transport does: a copy over
+the bus is acceptable for a setting that is meant for tests.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ _BUFFER_BYTES = 8 << 20
 
 
 def block_checksums(
-    driver: Driver, compute: Stream, addresses: Sequence[int], regions: Sequence[Region],
+    driver: Driver,
+    compute: Stream,
+    addresses: Sequence[int],
+    regions: Sequence[Region],
     blocks: Sequence[BlockId],
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """xxh3 of each own block, all regions chained, after the model's present work on ``compute``.
     ``addresses``: of the memories.  Any thread.  Blocks until the GPU has done that work."""
     block_bytes = sum(region.block_bytes for region in regions)

@@ -31,9 +31,7 @@ from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 _log = logger(__name__)
 
 PROGRAMS_EACH = 2
-"""Programs of the kernel per multiprocessor of the GPU.  On an H100 one each copied fragments of 64
-KiB at 81 % of a contiguous copy's rate, two at 87 %, four no faster; beside a model that decodes,
-two took the least time from its steps for each byte copied (docs/gpu.md)."""
+"""Programs of the kernel per multiprocessor of the GPU: measured on an H100 (docs/gpu.md)."""
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
@@ -44,9 +42,12 @@ _PREPARED_PAIRS = 8192
 
 
 def copy_each(
-    driver: Driver, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
+    driver: Driver,
+    table: RegionTable,
+    source: Sequence[BlockId],
+    target: Sequence[BlockId],
     stream: Stream,
-) -> None:  # fmt: skip
+) -> None:
     """Enqueue a copy for each fragment."""
     for row in table.rows:
         for here, there in zip(source, target, strict=True):
@@ -160,14 +161,19 @@ class CopyStream:
             self._driver.prepare_kernel(table)
 
     def prepare_buffers(self, copies: int = _PREPARED) -> None:
-        """Allocate what so many copies need, before there are copies.  Blocks."""
+        """Allocate what this number of copies needs, before there are copies.  Blocks."""
         for _ in range(copies):
             self._free.append(_CopyBuffers(self._driver, _PREPARED_PAIRS))
 
     def begin(
-        self, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
-        ended: Callable[[], None], late_writers: bool = True, after: LaunchedWork | None = None,
-    ) -> CudaCopy:  # fmt: skip
+        self,
+        table: RegionTable,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        ended: Callable[[], None],
+        late_writers: bool = True,
+        after: LaunchedWork | None = None,
+    ) -> CudaCopy:
         """Enqueue a copy; ``ended`` is called once, when the copy reads and writes nothing any
         more.  ``late_writers``: see Transport; with ``after`` the copy waits for that work, without
         it for all that the model has launched.  Raises TransportError (also CudaError); nothing of
@@ -206,17 +212,20 @@ class CopyStream:
             self._driver.wait_event(self.stream, after.event)
 
     def _end_begun(self, buffers: _CopyBuffers) -> None:
-        """A copy could not be begun: wait for the part of it that was enqueued, since whoever gets
-        the error gives its blocks away."""
+        """A copy could not be begun: wait for the part of it that was enqueued, since the caller
+        gives its blocks away."""
         buffers.stop()
         with suppress(CudaError):  # after which nothing runs here any more, and no buffers are used
             self._driver.synchronize(self.stream)
             self._free.append(buffers)
 
     def _enqueue(
-        self, table: RegionTable, buffers: _CopyBuffers, source: Sequence[BlockId],
+        self,
+        table: RegionTable,
+        buffers: _CopyBuffers,
+        source: Sequence[BlockId],
         target: Sequence[BlockId],
-    ) -> None:  # fmt: skip
+    ) -> None:
         driver, stream, host = self._driver, self.stream, buffers.host
         half = len(source) * ID_BYTES
         if table.route is Route.STAGED:
@@ -273,7 +282,7 @@ class CopyStream:
 
     def _wait(self, copy: CudaCopy, call: Callable[[], None]) -> None:
         waited = False
-        with suppress(CudaError):  # who polls it finds out
+        with suppress(CudaError):  # a poll finds out
             self._driver.synchronize_event(copy.buffers.event)
             waited = True
         with self._lock:

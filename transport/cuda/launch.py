@@ -93,6 +93,16 @@ class Launcher:
             parameters.pairs, parameters.regions = pairs, rows
             parameters.chunks = table.chunks
             call(
-                cu.cuLaunchKernel, self._functions[table.word], grid, 1, 1, self._threads, 1, 1, 0,
-                stream, self._pointer, 0,
-            )  # fmt: skip
+                cu.cuLaunchKernel,
+                self._functions[table.word],
+                grid,
+                1,
+                1,
+                self._threads,
+                1,
+                1,
+                0,
+                stream,
+                self._pointer,
+                0,
+            )

@@ -12,7 +12,6 @@ torch, triton and cuda-bindings are imported when a transport is made, not befor
 
 from __future__ import annotations
 
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,20 +33,18 @@ from .attachment import CudaAttachment
 from .checksum import block_checksums
 from .copy_stream import CopyStream, LaunchedWork
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
-from .export import FABRIC, FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
+from .export import CudaDetails, DeviceMemory, check_memories
 from .mappings import PeerMapping, PeerMappings
+from .own_export import OwnExport
 from .probe import Prober, upload
-from .vmm import DescriptorServer
 
 _log = logger(__name__)
 
 
 class CudaIpcTransport(OwnCache):
-    """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
-
-    ``export`` and the constructor must run on the thread that runs the model (copies wait for its
-    current stream); any thread may call everything else.
-    """
+    """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).  ``export`` and the
+    constructor must run on the thread that runs the model (copies wait for its current stream); any
+    thread may call everything else."""
 
     name = "cuda_ipc"
     devices = ("cuda",)
@@ -92,9 +89,7 @@ class CudaIpcTransport(OwnCache):
         self.mappings = PeerMappings(self.driver, self._socket_path)
         self._lock = threading.Lock()
         self._closer = JobThread("kvshm-unmap", self.driver.enter_thread)
-        self._probe: Probe | None = None
-        self._server: DescriptorServer | None = None
-        self._details: CudaDetails | None = None
+        self._export = OwnExport(self.driver, self.memory, self._socket_path, self._prober.stream)
         self._zeros = 0
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
 
@@ -119,55 +114,30 @@ class CudaIpcTransport(OwnCache):
         with self._lock:
             self.check_open()
             self.copy_stream.compute = self.driver.compute_stream()
-            if self._details is None or not epoch:
-                self._details = self._describe(self._details)
-            assert self._probe is not None
-            self._probe.set_epoch(epoch)
+            details = self._export.begin(epoch)
             self.epoch = epoch
-            _exports[self._details.export_id] = self
-            return self.describe(self._details)
+            _exports[details.export_id] = self
+            return self.describe(details)
 
     def withdraw(self) -> Callable[[], int]:
         """See SupportsWithdraw.  Peers that have opened an IPC handle are not known: memory that
         has one cannot sleep."""
         with self._lock:
             self.check_open()
-            self.epoch, server = Epoch(0), self._server
-            if server is not None:
-                server.export_id = 0
-            if self._details is not None:
-                _exports.pop(self._details.export_id, None)
-            if self._probe is not None:
-                self._probe.set_epoch(0)
-        return lambda: 0 if server is None else server.mapped
+            self.epoch = Epoch(0)
+            self._hide()
+            return self._export.withdraw()
+
+    def _hide(self) -> None:
+        """Let peers in this process find the export no more."""
+        if (details := self._export.details) is not None:
+            _exports.pop(details.export_id, None)
 
     def fence(self) -> Callable[[], bool]:
         """Return a function that tells, without blocking, whether all present work on the compute
         stream has ended.  A later fence replaces this one."""
         self.driver.record(self._fence, self.driver.compute_stream())
         return lambda: self.driver.done(self._fence)
-
-    def _describe(self, before: CudaDetails | None) -> CudaDetails:
-        memories = tuple(share(self.driver, m, i) for i, m in enumerate(self.memory))
-        if self._probe is None:
-            self._probe = Probe(self.driver, memories[0].kind, self._prober.stream)
-        probe = self._probe.share(len(memories))
-        kinds = {memory.kind for memory in memories}
-        export_id = secrets.randbits(63)
-        # The memory behind a descriptor can change without a visible sign.
-        if before is not None and memories == before.memories and kinds == {IPC}:
-            export_id = before.export_id
-        if kinds & {FD, FABRIC}:
-            if self._server is None:
-                own = [*(m.address for m in self.memory), self._probe.address]
-                told = zip(own, (*memories, probe), strict=True)
-                addresses = [at if memory.kind == FD else 0 for at, memory in told]
-                self._server = DescriptorServer(self.driver, self._socket_path, addresses)
-            self._server.export_id = export_id
-        return CudaDetails(
-            self.driver.process, export_id, self.driver.uuid, memories, probe,
-            self._probe.checksum, Path(self._socket_path).name,
-        )  # fmt: skip
 
     # -- the importer's side
 
@@ -236,12 +206,12 @@ class CudaIpcTransport(OwnCache):
         """Addresses and keeper of the memories of a peer in this process, which cannot open its own
         handles."""
         peer = _exports.get(details.export_id)
-        if peer is None or peer._probe is None:
+        if peer is None or (probe := peer._export.probe) is None:
             raise TransportError("the peer, in this process, has closed its transport")
         if details.device != self.driver.uuid:
             self.driver.enable_peer(details.device)
         addresses = [memory.address for memory in peer.memory]
-        return [*addresses, peer._probe.address], peer.memory
+        return [*addresses, probe.address], peer.memory
 
     def _table(
         self, descriptor: MemoryDescriptor, details: CudaDetails, addresses: list[int], route: Route
@@ -308,10 +278,8 @@ class CudaIpcTransport(OwnCache):
             if self.closed:
                 return
             self.closed = True
-            if self._details is not None:
-                _exports.pop(self._details.export_id, None)
-        if self._server is not None:
-            self._server.close()
+            self._hide()
+        self._export.close()
         self.copy_stream.close()
         for attachment in list(self._attachments):
             attachment.close()
@@ -327,11 +295,9 @@ class CudaIpcTransport(OwnCache):
                 parts.callback(self.driver.free_event, self._fence)
                 if self._zeros:
                     parts.callback(self.driver.free, self._zeros)
-                if self._probe is not None:
-                    parts.callback(self._probe.withdraw)
+                parts.callback(self._export.free)
         except CudaError as exc:
             _log.line(TransportLine.TRANSPORT_NOT_FREED, exc)
-        self._probe = None
 
 
 _exports: weakref.WeakValueDictionary[int, CudaIpcTransport] = weakref.WeakValueDictionary()

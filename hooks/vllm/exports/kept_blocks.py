@@ -1,10 +1,8 @@
 """Has vLLM hand out last the free blocks that other engines read or want to find again.
 
-vLLM takes blocks from the head of its queue of free blocks.  A block that an importer has leased
-would cost that import, or a wait of up to one drain budget; a held one is asked for by name
-(``PeerSlotTable.hold``).  So just before vLLM takes blocks, such *kept* blocks at the head of the
-queue move to its end, as if they had just been used.  If there are not enough others, kept ones are
-handed out all the same: nothing that vLLM counts changes.
+vLLM takes blocks from the head of its queue of free blocks.  Just before it does, *kept* blocks at
+the head move to the end, as if they had just been used: those that an importer has leased, or that
+are held (``PeerSlotTable.hold``).  If there are not enough others, kept ones are handed out.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class KeptBlocks:
     """The kept blocks of one engine's pool.  Scheduler's thread."""
 
     def __init__(self, cache: SchedulerHalf, pool: Any) -> None:
-        """If this vLLM has no such queue, nothing is kept."""
+        """Without such a queue in this vLLM nothing is kept."""
         self._cache = cache
         self._queue: Any = getattr(pool, "free_block_queue", None)
         self._usable = all(hasattr(self._queue, name) for name in QUEUE)
@@ -43,10 +41,10 @@ class KeptBlocks:
         return epoch is not None and self._usable and epoch.table.kept_until != 0
 
     def put_last(self, wanted: int) -> None:
-        """vLLM is about to take so many blocks: move kept ones out of their way.
+        """Move kept blocks out of the way of vLLM, which is about to take ``wanted`` blocks.
 
-        Every free block is looked at once at most.  When only kept ones are left, nothing is looked
-        at again for the rest of the second, unless a block becomes free behind them.
+        Looks at every free block once at most; when only kept ones are left, not again for the rest
+        of the second, unless a block becomes free behind them.
         """
         epoch, queue = self._cache.epoch_state, self._queue
         free = queue.num_free_blocks

@@ -1,8 +1,7 @@
 """Watches vLLM's block pool: reports when a block's bytes or its hash are about to change.
 
-The pool has no callback for every such change (a reuse watcher misses evictions and moves of
-hashes), so four methods of the pool *instance* are wrapped.  All of them run in the
-scheduler, strictly before the step that writes is dispatched.
+The pool has no callback for this, so methods of the pool *instance* are wrapped.  All of them run
+in the scheduler, before the step that writes is dispatched.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class PoolListener(Protocol):
     """Receives the changes of the pool."""
 
     def blocks_wanted(self, count: int) -> None:
-        """The pool is about to hand out so many blocks, and some free ones may be kept."""
+        """The pool is about to hand out ``count`` blocks, and some free ones may be kept."""
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """The pool has handed out these blocks for new contents."""
@@ -37,12 +36,11 @@ class PoolListener(Protocol):
         """The pool is about to drop every hash if all blocks are free."""
 
     def pool_reset(self) -> None:
-        """The pool was asked to drop every hash, and has, unless blocks were in use: new contents
-        may come from other weights."""
+        """The pool was asked to drop every hash: new contents may come from other weights."""
 
 
 class PoolChanged(KvshmError):
-    """vLLM's block pool lacks something that kvshm relies on; the message names it."""
+    """Something that kvshm relies on is missing in vLLM's block pool; the message names it."""
 
 
 def block_tables(manager: Any, num_groups: int) -> list[Mapping[str, Sequence[Any]]]:
@@ -52,25 +50,25 @@ def block_tables(manager: Any, num_groups: int) -> list[Mapping[str, Sequence[An
 
 
 def cached_counts(manager: Any, num_groups: int) -> list[Mapping[str, int]]:
-    """Return, for each group by request, how many blocks of its table vLLM has looked at to give
-    them hashes: a block before that which has none gets none.  Raises PoolChanged as well."""
+    """Return, for each group by request, how many blocks vLLM has looked at to give them hashes: a
+    block before that without one gets none.  Raises PoolChanged as well."""
     return _by_group(manager, CACHED, num_groups)
 
 
 def _by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
-    found = [getattr(one, name, None) for one in managers]
-    if len(found) != num_groups or not all(isinstance(one, dict) for one in found):
+    tables = [getattr(each, name, None) for each in managers]
+    if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
         raise PoolChanged(f"the block manager of this vLLM has no {name}")
-    return found
+    return tables
 
 
 def watch_pool(
     pool: Any, listener: PoolListener, track: Callable[[], Callable[[], bool]] | None
 ) -> Iterator[Limit]:
     """Watch the pool's resets and, unless ``track`` is None, its blocks; yields the limits that
-    follow if that is impossible.  ``track``: called first of all for the blocks; may raise
-    PoolChanged, and returns what ``watch_blocks`` gets as ``any_kept``."""
+    follow if that is impossible.  ``track`` is called before blocks are watched, may raise
+    PoolChanged, and returns ``any_kept`` for ``watch_blocks``."""
     resets_are_seen = False
     try:
         watch_resets(pool, listener)
@@ -82,9 +80,8 @@ def watch_pool(
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:
-    """Tell the listener when the pool is asked to drop all hashes: a trainer that has written
-    weights asks for it, whether or not requests run.  Raises PoolChanged if that is impossible:
-    then nothing was wrapped, and the engine may neither export nor import."""
+    """Call the listener when the pool is asked to drop all hashes.  Raises PoolChanged, with
+    nothing wrapped, if that is impossible: the engine may neither export nor import then."""
     _require(pool, FOR_SHARING)
     reset = pool.reset_prefix_cache
 
@@ -101,9 +98,9 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
 def watch_blocks(
     pool: Any, listener: PoolListener, any_kept: Callable[[], bool] = lambda: False
 ) -> None:
-    """Tell the listener of every change of a single block, and first how many are wanted if
-    ``any_kept``.  Raises PoolChanged if that is impossible: then nothing was wrapped, and the
-    engine may not export."""
+    """Call the listener for every change of a block, and first with how many are wanted if
+    ``any_kept``.  Raises PoolChanged, with nothing wrapped, if that is impossible: the engine may
+    not export then."""
     _require(pool, FOR_EXPORT)
     hand_out, remove_hashes = pool.get_new_blocks, pool._remove_cached_block_hashes
 

@@ -1,9 +1,8 @@
 """The fingerprint's fields, read from vLLM: engines with equal fields can exchange block bytes.
 
-Each rank contributes what only it knows (its weights, its layers, its kernels); the scheduler's
-process joins the ranks' fields in rank order and adds those of the configuration.  Not among the
-fields: the tokenizer (keys are token ids), the model's name and path (the weights themselves are
-compared), and the number of blocks.
+Each rank contributes its weights, layers and kernels; the scheduler's process joins the ranks'
+fields in rank order and adds those of the configuration.  Not among the fields: the tokenizer (keys
+are token ids), the model's name and path, and the number of blocks.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from ...cpu_kernels import cpu_kernels
 from .weights import weights_digest
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
-"""Entries of a Hugging Face configuration that do not describe the model, and its dtype, a field of
-its own."""
+"""Entries of a Hugging Face configuration that do not describe the model, and its dtype."""
 
 
 def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
-    """Return ``fields`` with NONE_HASH, the hash before the first block; None while vLLM has not
-    chosen that hash, which it does after it has made the connectors.  EngineCore process."""
+    """Return ``fields`` with NONE_HASH, the hash before the first block; None until vLLM has chosen
+    it, after the connectors were made.  EngineCore process."""
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
     return None if chosen is None else {**fields, names.NONE_HASH: bytes(chosen).hex()}
 
@@ -60,14 +58,12 @@ def rank_fields(
     models: Sequence[torch.nn.Module],
     each: dict[object, bytes] | None = None,
 ) -> dict[str, str]:
-    """Return this rank's fields of the fingerprint.  ``models``: the worker's model and, if there
-    is one, the model that drafts for it.  ``each`` gets a digest of every weight.
-
-    Worker only; blocks while it reads all weights once.  Raises WeightsUnknown.
-    """
+    """Return this rank's fields of the fingerprint.  ``models``: the worker's model and, if any,
+    the model that drafts for it; ``each`` gets a digest of every weight.  Worker only; blocks while
+    it reads all weights once.  Raises WeightsUnknown."""
     model, dtype = models[0], vllm_config.model_config.dtype
     return {
-        names.WEIGHTS: " draft ".join(weights_digest(one, each, dtype) for one in models),
+        names.WEIGHTS: " draft ".join(weights_digest(model, each, dtype) for model in models),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),
@@ -78,10 +74,8 @@ def rank_fields(
 def scheduler_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Sequence[dict[str, str]]
 ) -> dict[str, str]:
-    """Return all fields but NONE_HASH.  ``ranks`` are the ranks' fields in rank order.
-
-    EngineCore process.  Reads only.
-    """
+    """Return all fields but NONE_HASH.  ``ranks``: the ranks' fields in rank order.  EngineCore
+    process; reads only."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     own = {
         names.KVSHM_ABI: abi(),
@@ -164,8 +158,8 @@ _LENGTH_SCALED = ("dynamic", "longrope")
 
 
 def _max_model_len(config: Any, model: torch.nn.Module) -> str:
-    """The longest context if the model's code reads it, or if it scales the positions; otherwise
-    "any", because it decides only when a request must end.  Unreadable code counts as reading."""
+    """The longest context if the model's code reads it, or cannot be read, or if it scales the
+    positions; otherwise "any": it decides only when a request must end."""
     rope = _rope(config.hf_text_config)
     if any(kind in rope for kind in _LENGTH_SCALED):
         return str(config.max_model_len)
@@ -241,8 +235,7 @@ _LEFT_OUT = {
 
 
 def _execution(vllm_config: VllmConfig) -> str:
-    """How the model's operators become kernels.  Sizes of graphs and batches do not count: they
-    round as any other batch does."""
+    """How the model's operators become kernels; sizes of graphs and batches do not count."""
     compilation = vllm_config.compilation_config
     mode = str(getattr(compilation.mode, "name", compilation.mode)).lower()
     custom = sorted(set(compilation.custom_ops))
@@ -261,8 +254,8 @@ def _settings(config: Any) -> dict[str, object]:
 
 
 def _multimodal(model: Any) -> str:
-    """Hashes of images and other inputs do not cover the model's preprocessing files: for
-    multimodal models, and only for them, the model's path counts."""
+    """The path of a multimodal model, because hashes of its inputs do not cover its preprocessing
+    files."""
     if not model.is_multimodal_model:
         return "none"
     return _short([str(model.model), str(model.revision), model.multimodal_config])
@@ -287,8 +280,8 @@ def _layers(kv_cache_config: KVCacheConfig) -> object:
 
 
 def _attention(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The kernels that write the blocks.  On CPUs the instruction set decides how keys are packed,
-    so it counts as part of the backend."""
+    """The kernels that write the blocks, with the instruction set, which decides on CPUs how keys
+    are packed."""
     layers = vllm_config.compilation_config.static_forward_context
     found = set()
     for group in kv_cache_config.kv_cache_groups:
@@ -313,8 +306,7 @@ def _canonical(value: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """Turn a value that JSON does not know into text that is equal in every process: never the
-    default repr, which contains an address."""
+    """Turn a value that JSON does not know into text that is equal in every process."""
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "__dataclass_fields__"):

@@ -1,7 +1,7 @@
 """vLLM's KV cache groups as kvshm's, and why some of them cannot be shared.
 
-A group is shared if vLLM keeps its KV in blocks that do not change once they are full, and if
-kvshm knows which of them a prefix needs (docs/kv-cache-groups.md).
+A group is shared if its full blocks do not change, and if kvshm knows which of them a prefix needs
+(docs/kv-cache-groups.md).
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def _spec_refusal(group_spec: Any) -> str | None:
 
 
 def _window_and_chunk(spec: Any) -> tuple[int, int] | None:
-    """Tokens of the window and of the chunk of one layer, 0 if it has none; None if the layer is of
-    a kind that kvshm does not know."""
+    """Tokens of one layer's window and chunk, 0 if it has none; None for an unknown kind."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -79,7 +78,7 @@ def _window_and_chunk(spec: Any) -> tuple[int, int] | None:
     return None
 
 
-def is_one_full(config: KVCacheConfig) -> bool:
+def is_single_full_attention(config: KVCacheConfig) -> bool:
     """Whether the cache has one group, of full attention.  Only for a cache that is not refused."""
     first, *others = config.kv_cache_groups
     return not others and _rule(first.kv_cache_spec) == (0, 0)
@@ -93,16 +92,16 @@ def _rule(group_spec: Any) -> tuple[int, int]:
 
 
 def groups_of(config: KVCacheConfig, manager: Any) -> Groups | str:
-    """Return the groups of ``manager``, vLLM's KV cache manager, or one sentence why they cannot be
-    known.  Only for a cache that is not refused."""
+    """Return the groups of vLLM's KV cache manager, or one sentence why they cannot be known.  Only
+    for a cache that is not refused."""
     hash_size = int(config.hash_block_size or 0)
-    made = []
+    groups = []
     try:
         managers = manager.coordinator.single_type_managers
         for number, (group, one) in enumerate(zip(config.kv_cache_groups, managers, strict=True)):
             size, ahead = int(one.block_size), int(one.use_eagle)
             rule = _rule(group.kv_cache_spec)
-            made.append(Group(number, size, size // hash_size, *rule, ahead=ahead))
+            groups.append(Group(number, size, size // hash_size, *rule, ahead=ahead))
     except (AttributeError, ValueError, ZeroDivisionError) as exc:
         return f"the block manager of this vLLM is not as kvshm knows it: {exc}"
-    return Groups(made)
+    return Groups(groups)

@@ -1,15 +1,14 @@
 """Where the KV blocks lie: describes vLLM's KV cache as regions, and places it in shared memory.
 
-vLLM allocates one buffer per worker, and every layer is a view of it.  The page of layer ``l``
-and block ``b`` starts at ``offset + l * layer_stride + b * block_stride``.  There are two
-shapes::
+vLLM allocates one buffer per worker, and every layer is a view of it.  The page of layer ``l`` and
+block ``b`` starts at ``offset + l * layer_stride + b * block_stride``.  There are two shapes::
 
     layer outermost (LBNHC ...)              block outermost (BLNHC ...)
     | l0: b0 b1 b2 .. | l1: b0 b1 b2 .. |    | b0: l0 l1 .. | b1: l0 l1 .. | ...
       one region per layer                     one region that holds all layers
 
-Addresses come from the storage, never from a layer's view: a view may be split into kernel blocks
-or have its axes swapped, but all layers share one storage.
+Addresses come from the storage, which all layers share: a layer's view may be split into kernel
+blocks or have its axes swapped.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ from kvshm.interfaces import Region
 class Placement:
     """A worker's KV cache: one allocation and the regions in it.  Worker only."""
 
-    storage: torch.Tensor
-    """The whole allocation as flat int8; this reference keeps the memory alive."""
+    storage: torch.Tensor  # the whole allocation as flat int8; keeps the memory alive
     regions: list[Region]
     kernel_blocks: str
-    """How many of the attention kernel's blocks one block has (1: it is not split), in each group
-    if they differ."""
+    """How many of the attention kernel's blocks one block has; in each group if they differ."""
 
     @property
     def address(self) -> int:
@@ -50,10 +47,8 @@ class Placement:
 def regions_of(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> Placement | str:
-    """Return where the blocks lie, or one sentence why they cannot be shared.
-
-    ``kv_caches`` is what vLLM hands to ``register_kv_caches``.  Touches no KV bytes.
-    """
+    """Return where the blocks lie, or one sentence why they cannot be shared.  ``kv_caches``: as
+    vLLM hands them to ``register_kv_caches``."""
     if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
         return "part of the KV cache lies in host memory of its own"
     if not all(isinstance(cache, torch.Tensor) for cache in kv_caches.values()):
@@ -73,8 +68,7 @@ def regions_of(
 def _split(
     layers: Sequence[str], num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
 ) -> int | None:
-    """How many of the attention kernel's blocks one block of these layers has; None if they do not
-    agree."""
+    """How many of the attention kernel's blocks one block of these layers has; None: it differs."""
     splits = {kv_caches[name].shape[0] / num_blocks for name in layers if name in kv_caches}
     return int(min(splits)) if len(splits) == 1 and min(splits).is_integer() else None
 
@@ -113,12 +107,14 @@ def _regions(tensor: KVCacheTensor, num_blocks: int) -> list[Region]:
 
 
 def _overlap(regions: list[Region]) -> str | None:
-    """Groups lie over each other: the same regions, or others.  If two regions share some bytes
-    only, the copy of a block would write to another block."""
+    """Groups lie over each other, in equal regions: if regions overlap in part, the copy of a block
+    would write to another block."""
     ordered = sorted(regions, key=lambda region: region.offset)
-    for one, other in pairwise(ordered):
-        if other.offset < one.offset + one.stride * one.num_blocks:
-            return f"the KV cache groups divide the memory of a block differently: {one}, {other}"
+    for region, behind in pairwise(ordered):
+        if behind.offset < region.offset + region.stride * region.num_blocks:
+            return (
+                f"the KV cache groups divide the memory of a block differently: {region}, {behind}"
+            )
     return None
 
 
@@ -126,7 +122,7 @@ def _contradiction(
     tensor: KVCacheTensor, num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
 ) -> str | None:
     """Compare the plan with the views that vLLM really made: every layer's first block must be
-    where the plan puts it, because a wrong address would share another layer's bytes."""
+    where the plan puts it."""
     span = num_blocks * tensor.block_stride
     if tensor.layer_stride >= span and tensor.layer_stride % span:
         return f"layer stride {tensor.layer_stride} is not a multiple of {num_blocks} blocks"
@@ -153,11 +149,9 @@ class Memory(Protocol):
 class shared_kv_memory:  # noqa: N801 - a context manager, used like a function
     """Context in which vLLM allocates its KV cache in memory from ``create``.
 
-    For the connector's ``get_mem_pool_context``.  vLLM makes the cache of a CPU worker by
-    exactly one ``torch.zeros(nbytes, dtype=torch.int8, device=cpu)``.  While the context is
-    open, the first such call returns a tensor over ``create(nbytes).buffer``, which must be
-    zeroed; torch answers all other calls.  Afterwards ``memory`` is the created memory, or None:
-    then the cache lies in ordinary memory, and ``failure`` says why.
+    For the connector's ``get_mem_pool_context``: the first call of the kind ``torch.zeros(nbytes,
+    dtype=torch.int8, device=cpu)`` returns a tensor over ``create(nbytes).buffer``, which must be
+    zeroed.  Afterwards ``memory`` is the created memory, or None, with the reason in ``failure``.
     """
 
     def __init__(self, create: Callable[[int], Memory]) -> None:

@@ -15,23 +15,20 @@ from .weights import watch_weights, weight_places
 
 
 class RankWeights:
-    """The weights of one rank.  Used by the worker's main thread, except where that is said."""
+    """The weights of one rank.  The worker's main thread, unless noted."""
 
     def __init__(self, seconds: float, written: Callable[[str], None]) -> None:
-        """``seconds``: in which the witness looks at every tensor once.  ``written``: called on the
-        witness's thread once it has found a parameter written, which ``written`` then names."""
+        """``seconds``: in which the witness looks at every tensor once.  ``written``: called on its
+        thread with the name of a parameter that was found written."""
         self.models: list[torch.nn.Module] = []
-        """The worker's model and, if there is one, the model that drafts for it, whose layers have
-        a part in each block; empty if the former was not found."""
-        self.described = True
-        """Whether the last description still fits the weights."""
-        self.written = ""
-        """A parameter that was found written and is not reported yet; empty if there is none."""
+        """The worker's model and, if any, the model that drafts for it, whose layers have a part in
+        each block; empty if the former was not found."""
+        self.described = True  # whether the last description still fits the weights
+        self.written = ""  # a parameter that was found written and is not reported yet
         self._tell = written
         self._owners: list[Any] = []
         self._changing: Callable[[], None] = lambda: None
-        self._code: list[object] = []
-        """``model_code`` at the start."""
+        self._code: list[object] = []  # ``model_code`` at the start
         self._witness = WeightWitness(seconds, self._found)
 
     def find(
@@ -40,8 +37,8 @@ class RankWeights:
         changing: Callable[[], None],
         unmapping: Callable[[], None] = lambda: None,
     ) -> None:
-        """Find the model among vLLM's objects, and have ``changing`` called before any of their
-        methods writes weights, and ``unmapping`` before one unmaps memory, the KV cache's too."""
+        """Find the model among vLLM's objects; ``changing`` is called before any of their methods
+        writes weights, ``unmapping`` before one unmaps memory, the KV cache's too."""
         self._owners, self._changing = list(owners), changing
         self.models = self._find()
         watch_weights([*self.models, *self._owners], changing, unmapping)
@@ -58,9 +55,8 @@ class RankWeights:
         return [code for model in self.models for code in model_code(model)]
 
     def find_again(self) -> str:
-        """Find the models that vLLM has now: a call of the ranks may have exchanged one, or what
-        its modules compute.  Returns why its blocks cannot be compared with those of other engines;
-        empty if they can."""
+        """Find the models that vLLM has now, after calls of the ranks.  Returns why their blocks
+        cannot be compared with those of other engines; empty if they can."""
         known = set(map(id, self.models))
         self.models = self._find()
         watch_weights((each for each in self.models if id(each) not in known), self._changing)
@@ -74,10 +70,10 @@ class RankWeights:
         return ""
 
     def described_by(self, describe: Callable[[dict[object, bytes]], Any]) -> tuple[Any, float]:
-        """Return what ``describe`` returns, which digests the weights with what it is given, and
-        how many seconds that took; watch the weights from before it began.  Raises WeightsUnknown
-        if they cannot be watched, and what ``describe`` raises."""
-        begun = time.monotonic()
+        """Return the result of ``describe``, which digests each weight into its argument, and the
+        seconds that it took; watch the weights from before it began.  Raises WeightsUnknown if they
+        cannot be watched, and what ``describe`` raises."""
+        start = time.monotonic()
         digests: dict[object, bytes] = {}
         self.described, self.written = True, ""
         try:
@@ -90,12 +86,12 @@ class RankWeights:
         except (RuntimeError, TypeError, KeyError) as exc:  # whatever torch says of a tensor
             raise WeightsUnknown(f"the weights cannot be sampled: {exc}") from exc
         try:
-            told = describe(digests)
+            description = describe(digests)
             self._witness.watch(digests)
         except BaseException:
             self._witness.stop()  # nothing is shared
             raise
-        return told, time.monotonic() - begun
+        return description, time.monotonic() - start
 
     def _places(self) -> Iterator[Place]:
         for number, model in enumerate(self.models):
@@ -103,14 +99,12 @@ class RankWeights:
                 yield place._replace(name=f"draft: {place.name}") if number else place
 
     def change(self) -> None:
-        """The weights are about to be written, unmapped or exchanged: nothing reads them until they
-        are described again."""
+        """Read the weights, which are about to change or go, no more until they are described."""
         self.described = False
         self._witness.stop()
 
     def still_hold(self) -> bool:
-        """Whether the weights are as they were described, as far as samples tell.  Blocks for
-        milliseconds."""
+        """Whether samples show the weights as they were described.  Blocks for milliseconds."""
         if self.described and not self.written and (name := self._witness.look()):
             self._found(name)
         return self.described and not self.written

@@ -1,8 +1,7 @@
 """Why an engine cannot share its cache: one sentence per reason, for the log.
 
-This module knows the reasons that vLLM's configuration shows.  Other modules refuse what only
-the cache and the model show (several allocations, unknown weights), and a vLLM that is not as
-kvshm knows it (admission.py).
+Here are the reasons that vLLM's configuration shows.  Other modules refuse what only the cache and
+the model show (several allocations, unknown weights), and an unknown vLLM (admission.py).
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ ROCM = "rocm"
 def config_refusal(
     vllm_config: VllmConfig, environ: Mapping[str, str], transport: str = Auto.AUTO
 ) -> str | None:
-    """Return why an engine of this configuration cannot share its prefix cache, or None.
+    """Return why an engine of this configuration can neither publish nor import, or None.
 
-    Any process; reads only.  ``transport``: the setting KVSHM_TRANSPORT.  If there is a reason, a
-    connector that the user configured must neither publish nor import.  Raises ConfigError if the
+    ``transport``: the setting KVSHM_TRANSPORT.  Any process; reads only.  Raises ConfigError if the
     transport is not installed.
     """
     if vllm_config.model_config is None:

@@ -1,11 +1,11 @@
-"""What is said and counted of weights that may have changed."""
+"""Logs and counts changes of weights."""
 
 from __future__ import annotations
 
 import math
 
 from kvshm._base.log import LogLimit, logger
-from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, SchedulerHalf
+from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
 
 from ...log_lines import HookLine
 from ..messages import RankReport
@@ -27,13 +27,12 @@ class WeightChanges:
         """What the next epoch is to record."""
 
     def called(self, call: str) -> None:
-        """Somebody calls the ranks, and the call may write weights."""
+        """Log a call of the ranks that may write weights, once."""
         if self._log_limit.allows(HookLine.CALL_MAY_WRITE, call):
             log.line(HookLine.CALL_MAY_WRITE, call)
 
-    def told(self, report: RankReport) -> None:
-        """Ranks have found that parameters were written, or have unmapped memory that others still
-        mapped."""
+    def reported(self, report: RankReport) -> None:
+        """Note what ranks found written, and how many unmapped memory that others still mapped."""
         self._mapped += report.still_mapped
         written = report.written
         self._written += len(written)
@@ -46,5 +45,5 @@ class WeightChanges:
         if self._mapped:
             self._cache.count(STILL_MAPPED, self._mapped)
         for text in self._found:
-            self._cache.log_error(text)
+            self._cache.log_error(text, ErrorCode.WEIGHTS_WRITTEN)
         self._found.clear()

@@ -1,8 +1,7 @@
 """A digest of all of a model's weights as this process holds them.
 
-Model names, paths and configurations do not show whether two engines compute the same KV:
-weights may be random, fine-tuned or updated in place.  So the digest reads the weights themselves,
-on their device, with integer arithmetic that wraps around as in C.
+Names, paths and configurations do not show whether two engines compute the same KV.  So the digest
+reads the weights themselves, on their device.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ def watch_weights(
     """Call ``changing`` before one of vLLM's methods writes weights, perhaps more than once, and
     then ``unmapping`` if it unmaps memory.
 
-    Worker only.  ``owners``: the model, and vLLM's model runner and worker, which also write
-    without the model's ``load_weights`` (weights in the kernels' format, transfers from a
-    trainer).  vLLM announces new weights to a connector only by a reset of the cache, which may
-    come after the weights, or not at all.  Calls from outside are announced before they arrive
-    (rank_calls.py), and the witness notices what nobody announces (../witness.py).
+    ``owners``: the model, and vLLM's model runner and worker, which also write weights themselves.
+    Calls from outside are announced before they arrive (rank_calls.py), and the witness notices
+    what nobody announces (../witness.py).  Worker only.
     """
     for owner in owners:
         for name in _WRITERS:
@@ -81,15 +78,13 @@ def weights_digest(
     each: dict[object, bytes] | None = None,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
-    and types, of the weights that vLLM's CPU kernels have packed away, and of the classes and
-    floats of all modules.  ``each`` gets a digest of every tensor.  ``dtype``: in which the
-    model computes; a buffer that it converts to that when it first runs has the same digest before
-    and after.
+    """Return a digest (64 hex digits) of all parameters and buffers, with names, shapes and types,
+    of the weights that vLLM's CPU kernels have packed away, and of the modules' classes and floats.
+    ``each`` gets a digest of every tensor.  ``dtype``: in which the model computes; buffers that it
+    converts in its first run have equal digests before and after.
 
-    Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Changes nothing.
-    Any two processes with equal weights on equal hardware get equal digests.  Raises
-    WeightsUnknown.
+    Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Equal weights on
+    equal hardware have equal digests.  Raises WeightsUnknown.
     """
     tensors = chain(_tensors(model, dtype), _packed_tensors(model))
     return digest_tensors(chain(model_modules(model), tensors), each)
@@ -99,25 +94,24 @@ def _tensors(
     model: torch.nn.Module, dtype: torch.dtype | None
 ) -> Iterator[tuple[object, torch.Tensor]]:
     converted = {place.name for place in weight_places(model) if place.converts}
-    for told, tensor in model_tensors(model):
-        match told:
+    for about, tensor in model_tensors(model):
+        match about:
             case (str(name), *_) if dtype is not None and name in converted:
                 yield (name, "converted", tensor.shape), tensor.to(dtype)
             case _:
-                yield told, tensor
+                yield about, tensor
 
 
 def _converts(module: torch.nn.Module, key: str) -> bool:
-    """Whether the module exchanges a buffer for the same numbers in the format of what it is
-    called with: vLLM's rotary embeddings do, in the first call (one in float32 of a model that
-    computes in bfloat16, as gpt-oss has it)."""
+    """Whether the module exchanges a buffer for the same numbers in the format of its input, as
+    vLLM's rotary embeddings do in the first call."""
     return key == "cos_sin_cache" and hasattr(module, "_match_cos_sin_cache_dtype")
 
 
 def weight_places(model: torch.nn.Module) -> Iterator[Place]:
-    """Yield where the model keeps its weights: parameters and buffers and, where a CPU kernel has
-    packed a weight away, the function that multiplies by it and the packed tensors that can be
-    reached from it.  oneDNN's cannot be reached, nor written: new weights are a new function."""
+    """Yield where the model keeps its weights: parameters, buffers and, where a CPU kernel has
+    packed a weight away, the function that multiplies by it and the packed tensors that it holds.
+    oneDNN's cannot be reached, nor written: new weights are a new function."""
     yield from model_places(model, _converts)
     for name, module in sorted(model.named_modules()):
         if (multiply := module.__dict__.get("cpu_linear")) is not None:
@@ -133,11 +127,9 @@ def _packed_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tens
 
 
 def _packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the linear layers whose weights only vLLM's CPU kernels still hold.
-
-    On CPUs vLLM gives weights to a kernel library in the library's own format and empties the
-    parameter.  Raises WeightsUnknown for a layer whose kernel cannot be asked for its weight.
-    """
+    """Yield the linear layers whose weights only vLLM's CPU kernels still hold: it gives weights to
+    a kernel library in its own format and empties the parameter.  Raises WeightsUnknown for a layer
+    whose kernel cannot be asked for its weight."""
     for name, module in sorted(model.named_modules()):
         for key, parameter in module._parameters.items():
             if not _is_emptied(module, key, parameter):
@@ -155,7 +147,7 @@ def _is_emptied(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter
 
 def _products(name: str, layer: Any) -> Iterator[torch.Tensor]:
     """Yield the weight of a packed layer, transposed, some rows at a time: as products with unit
-    vectors, which are exact, because each sum has only one term other than zero."""
+    vectors, which are exact."""
     dtype = layer.weight.dtype
     width = getattr(layer, "input_size_per_partition", None) or layer.input_size
     rows = max(1, min(256, _PRODUCT_BYTES // (width * dtype.itemsize)))

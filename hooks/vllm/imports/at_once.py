@@ -1,25 +1,26 @@
 """Loads at once: imports that the step they are scheduled in waits for, as fast as a local hit.
 
-vLLM alone does not handle a failed synchronous load safely.  With asynchronous scheduling the
-next step is under way, computes from the bad blocks, and vLLM would deliver its token; and the
-bad blocks have hashes, which other requests hit.  So kvshm wraps two methods of vLLM::
+vLLM alone would deliver tokens that a step under way computes from bad blocks, and keep the bad
+blocks' hashes.  So kvshm wraps two of its methods::
 
     matched         vLLM gives the request's blocks no hashes: no other request builds on them
     output arrives  before vLLM handles the output: if the load arrived, the blocks get their
                     hashes now; if it failed, the request is preempted with all its output under
                     way dropped, as for a reset of vLLM's cache, and computed as usual
 
-If this vLLM lacks an attribute that this needs, every import is asynchronous.
+If an attribute that this needs is missing in this vLLM, every import is asynchronous.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from inspect import signature
 from typing import Any
 
+from kvshm._base.ids import Epoch
 from kvshm._base.log import LogLimit, logger
+from kvshm.halves import LoadFailure, LoadReport
 
 from ...log_lines import HookLine
 from .request_import import RequestImport
@@ -27,15 +28,17 @@ from .request_import import RequestImport
 log = logger(__name__)
 
 SECONDS_PER_STEP = 0.004
-"""Longest estimated time of all copies that one step waits for: the step's other requests wait as
-long."""
+"""Longest estimated time of the copies that one step waits for, its other requests included."""
 SECONDS_ALONE = 0.05
-"""The same if the engine has no other request; requests that arrive meanwhile wait as well."""
+"""The same if the engine has no other request."""
 PATIENCE = 4.0
 PATIENCE_SECONDS = 0.05
-"""A step waits at most PATIENCE times the estimate plus PATIENCE_SECONDS.  If computing the blocks,
-the cost of giving up, takes longer, the step waits so long, up to PATIENCE_MOST seconds."""
+"""A step waits at most PATIENCE times the estimate plus PATIENCE_SECONDS; if longer, as long as
+computing the blocks takes, PATIENCE_MOST seconds at most."""
 PATIENCE_MOST = 0.25
+
+LATE_SECONDS = 10.0
+"""For how long no step waits for a peer whose copy was too late."""
 
 _OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
 _OF_REQUEST = (
@@ -47,8 +50,7 @@ _OF_POOL = "cache_full_blocks"
 
 
 class AtOnce:
-    """Withholds the hashes of blocks that a step waits for until they have arrived.  Scheduler's
-    thread."""
+    """Withholds the hashes of blocks until they have arrived.  Scheduler's thread."""
 
     def __init__(self, imports: Mapping[str, RequestImport]) -> None:
         """``imports``: the newest of each request, by its id."""
@@ -59,8 +61,8 @@ class AtOnce:
         self._estimated = self._price = 0.0
 
     def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
-        """Wrap the two methods: ``before_output`` gets the arguments of ``update_from_output``
-        before each call of it.  Wraps neither if this vLLM lacks a needed attribute."""
+        """Wrap both methods: ``before_output`` gets the arguments of ``update_from_output`` before
+        each call of it.  Wraps neither if an attribute is missing in this vLLM."""
         pool = scheduler.kv_cache_manager.block_pool
         missing = [name for name in _OF_SCHEDULER if not hasattr(scheduler, name)]
         preempt = getattr(scheduler, "_preempt_request", None)
@@ -91,27 +93,26 @@ class AtOnce:
 
     @staticmethod
     def can_undo(request: Any) -> bool:
-        """Whether dropping a sampled token of the request has no effect on later tokens.  With a
-        seed it may: the model runner may keep a generator that is then one draw ahead."""
+        """Whether dropping a sampled token has no effect on later ones.  With a seed it may: the
+        model runner may keep a generator that is then one draw ahead."""
         drawn = request.sampling_params.sampling_type.name == "RANDOM_SEED"
         return not drawn and all(hasattr(request, name) for name in _OF_REQUEST)
 
     def accepts(self, seconds: float, alone: bool) -> bool:
-        """Whether the step being built may wait for one more copy, of so many estimated seconds.
+        """Whether the step being built may wait for one more copy, of an estimated ``seconds``.
         ``alone``: the engine has no other request."""
         longest = SECONDS_ALONE if alone else SECONDS_PER_STEP
         return self.available and self._estimated + seconds <= longest
 
     def withhold_hashes(self, import_: RequestImport, seconds: float, price: float | None) -> None:
-        """vLLM learns now that the request has these blocks in this step: give the request's
-        blocks no hashes until ``arrived`` or ``failed``.  The copy takes an estimated ``seconds``,
-        computing instead ``price`` seconds; None if that is not known yet."""
+        """Give the request's blocks no hashes until ``arrived`` or ``failed``.  The copy takes an
+        estimated ``seconds``, computing instead ``price`` seconds, None: not known yet."""
         self._estimated += seconds
         self._price += PATIENCE_MOST if price is None else price
         import_.withheld = []
 
     def step_built(self) -> float:
-        """A step is complete; returns how many seconds it may wait for its copies."""
+        """Return how many seconds the step, which is complete now, may wait for its copies."""
         seconds, price = self._estimated, self._price
         self._estimated = self._price = 0.0
         return max(PATIENCE_SECONDS + PATIENCE * seconds, min(price, PATIENCE_MOST))
@@ -119,22 +120,20 @@ class AtOnce:
     # -- results
 
     def give_withheld(self, import_: RequestImport) -> None:
-        """The blocks have arrived, or vLLM wants nothing loaded into them: set the withheld hashes
-        if the request still has the blocks."""
+        """Set the withheld hashes: the blocks have arrived, or vLLM wants nothing loaded."""
         calls, import_.withheld = import_.withheld, None
         for args, kwargs in calls or ():
             self._give_hashes(*args, **kwargs)
 
     def arrived(self, import_: RequestImport) -> None:
-        """The load succeeded."""
         if import_.request.status.name == "RUNNING":
             self.give_withheld(import_)
         import_.withheld = None
 
     def failed(self, import_: RequestImport) -> None:
-        """The load failed: drop everything that the request has computed on top of its blocks, in
-        steps under way too, and have vLLM compute the request again.  Nothing to do if it was
-        preempted since, with its output dropped, and matched again: nothing is withheld then."""
+        """Drop everything that the request has computed on top of its blocks, in steps under way
+        too, and have vLLM compute it again.  If it was preempted and matched again since, nothing
+        is withheld, and there is nothing to do."""
         if import_.withheld is not None:
             self._undo(import_)
 
@@ -172,3 +171,33 @@ class AtOnce:
             raise
         # As after vLLM's own reset, the request must not count as part of the previous step.
         getattr(scheduler, "prev_step_scheduled_req_ids", set()).discard(request.request_id)
+
+
+class ReadyPeers:
+    """The peers for whose copies a step may wait.  Scheduler's thread."""
+
+    def __init__(self, num_ranks: int, clock: Callable[[], float]) -> None:
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self.attached: dict[int, frozenset[Epoch]] = {}
+        """Epochs of the peers that each rank reports as attached."""
+        self._late_until: dict[Epoch, float] = {}
+
+    def record_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
+        """Record which peers these ranks have attached; returns those that all ranks have."""
+        self.attached.update(by_rank)
+        if len(self.attached) < self._num_ranks:
+            return frozenset()
+        return frozenset.intersection(*self.attached.values())
+
+    def record_late(self, reports: Iterable[LoadReport]) -> None:
+        """Note which peers were too late, by the reports of loads that a step waited for."""
+        for failure in (failure for report in reports for failure in report.failures):
+            if failure.reason is LoadFailure.TOO_LATE:
+                self._late_until[failure.peer_epoch] = self._clock() + LATE_SECONDS
+
+    def are_ready(self, peers: Set[Epoch]) -> bool:
+        """Whether a step may wait for copies from all of these."""
+        now = self._clock()
+        self._late_until = {e: until for e, until in self._late_until.items() if now < until}
+        return peers.isdisjoint(self._late_until) and peers <= self.record_attached({})

@@ -1,15 +1,14 @@
 """Finds asynchronous loads that are lost: the second line of defence.
 
-vLLM holds a request back until every rank has reported its load, for ever if one does not: the
-request hangs, its blocks stay taken after an abort, too, and an engine that has nothing else to do
-steps on.  Every load is reported whatever happens to it, so none should be lost; if one is::
+vLLM holds a request back until every rank has reported its load, for ever if one does not.  Every
+load is reported whatever happens to it, so none should be lost; if one is::
 
     allocated         vLLM holds the request back from now on
     LOST_SECONDS on   it still does: every rank ends the load and forgets it
     steps under way   end; a report that was on its way has arrived now
     then              nobody will report the load: vLLM computes the request
 
-What vLLM says of its request decides, and no record of kvshm's that may be what is wrong.
+What vLLM knows of its request decides, and no record of kvshm's that may be what is wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.log import LogLimit, logger
+from kvshm.halves import MISS_NO_ROOM, SchedulerHalf
 
 from ...log_lines import HookLine
 from ..ranks import Ranks
@@ -44,10 +44,8 @@ class HeldRequests:
         self._clock = clock
         self._since: dict[str, float] = {}
         """When they were held back, or when their load was last found to go on."""
-        self._forgotten: dict[str, int] = {}
-        """Of those whose load every rank has forgotten: how many steps were built by then."""
-        self._goes_on: dict[str, float] = {}
-        """Of those whose load could not be ended: after how many seconds that is tried again."""
+        self._forgotten: dict[str, int] = {}  # by every rank; how many steps were built by then
+        self._goes_on: dict[str, float] = {}  # after how many seconds it is tried again to end it
         self._looked_at = clock()
         self._log_limit = LogLimit(clock=clock)
         self._built = 0
@@ -61,12 +59,11 @@ class HeldRequests:
         return bool(self._goes_on)
 
     def add(self, request_id: str) -> None:
-        """vLLM holds this request back from now on."""
         self.reported([request_id])  # of an earlier load nothing counts
         self._since[request_id] = self._clock()
 
     def reported(self, request_ids: Iterable[str]) -> None:
-        """vLLM has heard that the loads of these requests have ended."""
+        """Forget these requests: vLLM knows that their loads have ended."""
         for request_id in request_ids:
             for table in (self._since, self._forgotten, self._goes_on):
                 table.pop(request_id, None)
@@ -74,9 +71,9 @@ class HeldRequests:
     def find_lost(
         self, vllm: VllmScheduler, end_loads: Callable[[Sequence[str]], Set[str]]
     ) -> list[str]:
-        """A step is being built: return the requests whose load nobody will report.  The caller
-        has vLLM compute them.  ``end_loads`` has every rank end loads and forget them, and returns
-        those that no rank carries out any more; it may wait for the ranks."""
+        """Return, with each step, the requests whose load nobody will report, for vLLM to compute.
+        ``end_loads`` has every rank end loads and forget them, and returns those that no rank
+        carries out any more; it may wait for the ranks."""
         self._built += 1
         now = self._clock()
         if (since := now - self._looked_at) < LOOK_SECONDS:
@@ -112,8 +109,8 @@ def compute_lost(
     vllm: VllmScheduler | None,
     ranks: Ranks | None,
 ) -> None:
-    """A step is being built: have vLLM compute the requests whose loads are lost.  May wait for the
-    ranks if a load is overdue."""
+    """Have vLLM compute the requests whose loads are lost; may wait for the ranks if a load is
+    overdue."""
     if vllm is None or ranks is None:
         return
     lost = importer.held.find_lost(vllm, ranks.end_loads)
@@ -135,7 +132,7 @@ def compute_lost_anyway(*about: Any) -> None:
 def end_all_loads(
     importer: RequestImporter, ranks: Ranks | None, end_epoch: Callable[[], None]
 ) -> set[str]:
-    """End all loads under way now, without a step; returns the requests whose loads have ended."""
+    """End all loads now, without a step; returns the requests whose loads have ended."""
     loads, ended = importer.running.under_way(), set(importer.unscheduled)
     if not loads or ranks is None:
         return ended
@@ -143,3 +140,21 @@ def end_all_loads(
     given_up = ranks.give_up(loads)
     importer.running.discard_loads(given_up)
     return given_up | ended
+
+
+def free_stuck(vllm: VllmScheduler | None, importer: RequestImporter, cache: SchedulerHalf) -> None:
+    """Give back the blocks of requests whose load has ended, if no request can run before they do
+    and there is no room for their rest.  For a step without tokens; they are computed then.
+
+    vLLM schedules nobody behind such a request.  There was room when the load began; but a session
+    may have taken it, and then wait behind that request, for ever.
+    """
+    if vllm is None or (room := importer.room) is None:
+        return
+    scheduler = vllm.scheduler
+    holding = list(scheduler.kv_holding_waiting)
+    if scheduler.running or scheduler.deferred_frees or all(map(room.has_room, holding)):
+        return
+    if stuck := {request.request_id for request in holding} & importer.unscheduled:
+        vllm.give_back(stuck)
+        cache.count(MISS_NO_ROOM, len(stuck))

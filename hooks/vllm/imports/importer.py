@@ -1,11 +1,9 @@
 """The import of blocks: which requests get blocks from another engine, and with what result.
 
-    new request      look up the blocks this engine lacks in the replica    (read only)
-    blocks allocated lease the blocks and plan the load; a lost block is a load error
-    step built       the load travels to the ranks, which copy and re-check
-    output arrives   good blocks count as computed; vLLM computes the bad blocks itself
-
-Imports whole blocks only, never the prompt's last token, and nothing for a request that lost one.
+new request      look up in the replica the blocks that this engine does not have
+blocks allocated lease the blocks and plan the load; a lost block is a load error
+step built       the load travels to the ranks, which copy and re-check
+output arrives   good blocks count as computed; vLLM computes the bad blocks itself
 """
 
 from __future__ import annotations
@@ -33,22 +31,20 @@ from kvshm.halves import (
 )
 
 from ..request_options import may_share
-from .at_once import AtOnce
+from .at_once import AtOnce, ReadyPeers
 from .held_requests import HeldRequests
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
-from .ready_peers import ReadyPeers
 from .request_import import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
 from .running_loads import RunningLoads
-from .twins import Twins
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
 
 LINGER_SECONDS = 0.002
 SECONDS_BEGUN = 0.02
-"""Longest estimated time of all asynchronous copies that one step begins, unless there is only one:
-the requests that run meanwhile share memory and cores with these copies."""
+"""Longest estimated time of the asynchronous copies that one step begins, if there are several:
+running requests share memory and cores with them."""
 STEPS_LOST = 2
 """How many steps later than a local hit an asynchronous import is ready, besides its copy."""
 
@@ -58,10 +54,8 @@ class _Step:
     """What the step being built has of imports."""
 
     has_news: bool = False
-    """Whether it may have loads, or has used some of its budgets: vLLM has asked for a match, or
-    allocated blocks."""
-    imports: dict[str, RequestImport] = field(default_factory=dict)
-    """Those that were found or allocated for it, by request."""
+    """Whether vLLM has asked for a match, or allocated blocks: it may have loads then."""
+    imports: dict[str, RequestImport] = field(default_factory=dict)  # by request
     copy_seconds: float = 0.0
     """Estimated time of the asynchronous copies that it begins."""
 
@@ -90,11 +84,10 @@ class RequestImporter:
         self.peers = ReadyPeers(num_ranks, clock)
         self.held = HeldRequests(clock)
         self._clock, self._tracer = clock, tracer
-        self._twins = Twins(clock)
-        self.running = RunningLoads(cache, self.imports, self.peers, self._twins, num_ranks, tracer)
+        self.running = RunningLoads(cache, self.imports, self.peers, num_ranks, clock, tracer)
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
-        """vLLM's pool exists: import into it, and look up what its groups need."""
+        """Import into vLLM's pool, and look up what its groups need."""
         self.room, self.lookups.groups, self.running.groups = room, groups, groups
         search = self._cache.planner.search
         search.groups, search.own_blocks = groups, room.own_blocks
@@ -103,14 +96,13 @@ class RequestImporter:
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Return how many tokens beyond the local hit can be imported.  None: ask again, because
-        the same prefix is being imported, or because this step begins enough copies already.
-        vLLM may call this again for the same request."""
+        the same prefix is being imported, or this step begins enough copies already."""
         if (tracer := self._tracer) is None or not request.trace_headers:
             return self._match(request, num_local_tokens)
-        begin = tracer.begin()
+        start = tracer.now()
         found = self._match(request, num_local_tokens)
         import_ = self.imports.setdefault(request.request_id, RequestImport(request))
-        tracer.matched(import_, num_local_tokens, begin)
+        tracer.matched(import_, num_local_tokens, start)
         return found
 
     def _match(self, request: Any, num_local_tokens: int) -> int | None:
@@ -130,8 +122,8 @@ class RequestImporter:
         return self._match_blocks(import_, start, stop)
 
     def _matching(self, request: Any) -> RequestImport:
-        """Return the request's import, without what the last match has found: vLLM had another
-        reason than room not to schedule the request.  A new one unless it was only matched yet."""
+        """Return the request's import without what the last match has found; a new one unless it
+        was only matched yet."""
         import_ = self.imports.get(request.request_id)
         if import_ is None or import_.has_load:
             may_import = import_ is None or import_.may_import
@@ -161,7 +153,7 @@ class RequestImporter:
     def _match_blocks(self, import_: RequestImport, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
         request, costs = import_.request, self._cache.planner.costs
-        if self._twins.waits(import_, request.block_hashes[start]):
+        if self.running.has_twin(import_, request.block_hashes[start]):
             return None
         if not self._fits(import_, self.lookups.groups.blocks_at(start) + 1, tuple(Way)):
             return 0
@@ -192,23 +184,24 @@ class RequestImporter:
         return plan.length * self._block_size
 
     def _holds(self, block_hash: bytes) -> bool:
-        """Whether the engine has the next block itself.  With several groups one block of one of
-        them says nothing."""
+        """Whether the engine has the next block itself; with several groups one block proves
+        nothing."""
         return (
-            self.lookups.groups.one_full and self.room is not None and self.room.holds(block_hash)
+            self.lookups.groups.is_single_full_attention
+            and self.room is not None
+            and self.room.holds(block_hash)
         )
 
     def _within_copy_budget(self, seconds: float) -> bool:
         """Whether the step being built may begin one more asynchronous copy; counts that copy."""
-        begun = self.step.copy_seconds
-        if begun and begun + seconds > SECONDS_BEGUN:
+        others = self.step.copy_seconds
+        if others and others + seconds > SECONDS_BEGUN:
             return False
         self.step.copy_seconds += seconds
         return True
 
     def _way_of(self, request: Any, plan: Plan, seconds: float) -> Way:
-        """A step may wait for a copy only if it is short, its peers are ready, and the request
-        can be undone."""
+        """At once only if the copy is short, its peers are ready, and the request can be undone."""
         if not self.at_once.can_undo(request):
             return Way.ASYNCHRONOUS
         alone = self.room is not None and self.room.is_alone(request)
@@ -217,9 +210,9 @@ class RequestImporter:
         return Way.AT_ONCE if accepted else Way.ASYNCHRONOUS
 
     def _fits(self, import_: RequestImport, blocks: int, ways: tuple[Way, ...]) -> bool:
-        """Whether vLLM would admit an import of so many blocks in one of these ways.  A request
-        that vLLM does not admit blocks all requests behind it, while without the import it would be
-        computed.  A refused request stays refused for a second, or until a block becomes free."""
+        """Whether vLLM would admit an import of ``blocks`` blocks in one of these ways.  If not,
+        the request would block all requests behind it; it stays refused for a second, or until a
+        block becomes free."""
         if (room := self.room) is None:
             return True
         free, refused = room.free(), import_.no_room
@@ -233,7 +226,7 @@ class RequestImporter:
         return False
 
     def _refuse(self, import_: RequestImport, free: int) -> None:
-        """There is no room for an import: have its request computed if there is room for that."""
+        """Have the request computed, because there is no room for its import."""
         import_.no_room = NoRoom(free, self._clock() + NO_ROOM_SECONDS)
         self._cache.count(MISS_NO_ROOM)
 
@@ -249,16 +242,16 @@ class RequestImporter:
     # -- allocation
 
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
-        """vLLM has allocated blocks: lease the external blocks and plan their load."""
+        """Lease the blocks that vLLM has allocated for an import, and plan their load."""
         import_ = self.imports.get(request.request_id)
         if num_external > 0 and (import_ is None or import_.withheld is None):
             self.held.add(request.request_id)  # before anything can fail
         if self._tracer is None or import_ is None or import_.trace is None:
             self._allocated(request, tables, num_external)
             return
-        plan, begin = import_.plan, self._tracer.begin()
+        plan, start = import_.plan, self._tracer.now()
         self._allocated(request, tables, num_external)
-        self._tracer.leased(import_, plan, begin)
+        self._tracer.leased(import_, plan, start)
 
     def _allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         import_ = self.imports.get(request.request_id)
@@ -278,7 +271,7 @@ class RequestImporter:
         )
 
     def _scheduled(self, import_: RequestImport) -> None:
-        """vLLM schedules the request, and nothing is to be loaded for it."""
+        """Handle a request that vLLM schedules with nothing to load."""
         self.at_once.give_withheld(import_)
         import_.forget_match()
         if import_.stage is Stage.LOADED:
@@ -287,7 +280,7 @@ class RequestImporter:
             del self.imports[import_.request_id]
 
     def allocation_failed(self, request: Any, tables: Tables, num_external: int) -> None:
-        """``allocated`` failed: register an empty load unless one was registered by then."""
+        """Register an empty load unless ``allocated`` had registered one before it failed."""
         import_ = self.imports.get(request.request_id)
         if import_ is not None and (
             import_.withheld is not None or import_.stage is Stage.ALLOCATED
@@ -305,9 +298,8 @@ class RequestImporter:
     def _register(
         self, request: Any, start: int, parts: Iterable[Part] = (), tables: Tables = ()
     ) -> RequestImport:
-        """Register a load that has no copies yet: every target is a load error, so vLLM computes
-        it.  The targets are the ``parts`` of the request's block ``tables``, behind a local hit of
-        ``start`` hashes."""
+        """Register a load without copies, every target of which is a load error.  The targets are
+        the ``parts`` of the request's block ``tables``, behind a local hit of ``start`` hashes."""
         self.step.has_news = True
         request_id, chain = request.request_id, request.block_hashes
         import_ = self.imports.get(request_id)
@@ -328,7 +320,7 @@ class RequestImporter:
 
     def loads(self, scheduled: Container[str]) -> tuple[list[LoadOrder], list[LoadOrder]]:
         """Return the asynchronous loads and the loads at once of the step being built, which
-        computes the requests ``scheduled``.  Keeps both until ``step_dispatched``."""
+        computes the requests ``scheduled``.  May be called again until ``step_dispatched``."""
         for request_id, import_ in list(self.step.imports.items()):
             if import_.withheld is None or import_.has_load:
                 continue
@@ -346,15 +338,14 @@ class RequestImporter:
         """Whether the step being built computes from blocks that a load has yet to fill."""
         return any(import_.way is Way.AT_ONCE for import_ in self.step.imports.values())
 
-    def linger(self, begun: Sequence[LoadOrder], busy: bool) -> float:
-        """Seconds that the end of the step being built may wait for loads under way: more than 0
-        if all its copies are shorter than that, or if no other request runs."""
+    def linger(self, loads: Sequence[LoadOrder], busy: bool) -> float:
+        """Seconds that the end of the step with these ``loads`` may wait for loads under way: more
+        than 0 if all its copies are shorter than that, or if no other request runs."""
         load_seconds = self._cache.planner.load_seconds
-        short = bool(begun) and max(map(load_seconds, begun)) <= LINGER_SECONDS
+        short = bool(loads) and max(map(load_seconds, loads)) <= LINGER_SECONDS
         return LINGER_SECONDS if short or (self.running.by_id and not busy) else 0.0
 
     def step_dispatched(self) -> None:
-        """The step with the loads is dispatched."""
         if self.step.has_news and self.room is not None:
             for request_id, free in self.room.unwatch().items():
                 import_ = self.imports.get(request_id)
@@ -367,20 +358,19 @@ class RequestImporter:
 
     # -- the end of loads
 
-    def undo_awaited(self) -> list[RequestImport]:
-        """What handles the loads that steps wait for has failed: treat all of them as failed.
-        Returns their imports."""
+    def roll_back(self) -> list[RequestImport]:
+        """Treat all loads that steps wait for as failed; returns their imports."""
         known = dict.fromkeys((*self.running.by_id.values(), *self.imports.values()))
-        awaited = [i for i in known if i.has_load and i.is_awaited]
-        self.at_once.undo_all(awaited)
+        imports = [i for i in known if i.has_load and i.can_roll_back]
+        self.at_once.undo_all(imports)
         by_id = self.running.by_id
         self.running.drop([name for name, i in by_id.items() if i.way is Way.AT_ONCE])
-        for import_ in awaited:  # those that have ended, too: it is not known what was done by then
+        for import_ in imports:  # also those that have ended: some of it may have been handled
             import_.load.bad = set(import_.load.targets)
-        return awaited
+        return imports
 
     def finish(self, request_ids: Iterable[str]) -> list[RequestImport]:
-        """All ranks have reported these requests: finish their imports."""
+        """Finish the imports of these requests, which all ranks have reported."""
         self.held.reported(request_ids)
         return self.running.finish(request_ids)
 
@@ -390,7 +380,7 @@ class RequestImporter:
         return {name for name, i in self.imports.items() if i.stage is Stage.LOADED}
 
     def request_finished(self, request_id: str) -> None:
-        """The request has ended; its load goes on until all ranks have reported it."""
+        """Forget a request that has ended; its load goes on until all ranks have reported it."""
         import_ = self.imports.pop(request_id, None)
         if import_ is not None and import_.stage is Stage.MATCHING:
             self.running.tell_tracer(import_)

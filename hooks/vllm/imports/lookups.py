@@ -10,15 +10,13 @@ from kvshm.halves import ONE_FULL_GROUP, LoadPlanner, Plan
 from .request_import import Answer, Decision, RequestImport
 
 AGAIN_SECONDS = 0.1
-"""How long, with several groups, a request that was looked up in vain is not looked up again: a
-search takes long then, and vLLM asks in every step while the request waits for room."""
+"""How long, with several groups, a request that was looked up in vain is not looked up again: such
+a search takes long, and vLLM asks in every step."""
 KEPT_SECONDS = 1.0
-"""How long, with several groups, a plan is kept while its request waits for room or for its turn to
-copy.  Blocks that are reused meanwhile cannot be leased."""
+"""How long, with several groups, a plan is kept while its request waits."""
 
 DECIDED_SECONDS = 10.0
-"""How long a decision on a waiting request is kept, unless costs become known meanwhile: far longer
-than from step to step, so that waiting makes few trials."""
+"""How long a decision on a waiting request is kept, so that waiting makes few trials."""
 
 
 class Lookups:
@@ -32,10 +30,9 @@ class Lookups:
         self._clock = clock
 
     def find(self, import_: RequestImport, start: int, stop: int) -> Plan | None:
-        """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
-        hashes, or None."""
+        """Return a plan for at most ``stop`` hashes behind a local hit of ``start``, or None."""
         hashes = import_.request.block_hashes
-        if self.groups.one_full:
+        if self.groups.is_single_full_attention:
             return self._planner.lookup(hashes, start, stop)
         answer = import_.answer
         if answer is None or not self._holds(answer, (start, stop)):
@@ -53,11 +50,10 @@ class Lookups:
         return plan is None or (answer.asked == asked and self._planner.is_current(plan))
 
     def _keep_windows(self, request: Any, plan: Plan | None, common: int) -> None:
-        """Have vLLM keep windows where other prompts may part from this one.  By default it keeps
-        them at two places only: at the end of a prompt, and at its ``shared_prefix_boundary``, the
-        end of what the groups of full attention share with an earlier prompt of this engine.
-        Otherwise what is imported here would be imported again for every prompt with this begin,
-        and a begin that prompts of two engines have in common would never be shared."""
+        """Have vLLM keep windows where other prompts may part from this one, too: without this,
+        each prompt with this prefix would import it again, and a prefix that is common to prompts
+        of two engines would never be shared.  vLLM keeps them at the end of a prompt, and at its
+        ``shared_prefix_boundary``, the end of what it shares with an earlier prompt."""
         own = getattr(request, "shared_prefix_boundary", None)
         if own is None:
             return
@@ -69,16 +65,15 @@ class Lookups:
 
     def is_worth(self, import_: RequestImport, plan: Plan, waiting: float) -> bool:
         """Whether to import the plan's blocks rather than compute them.  Decided once for each
-        request and prefix, and again every DECIDED_SECONDS: vLLM asks in every step while the
-        request waits, and one of so many decisions is a trial.  ``waiting``: as for
-        ``LoadPlanner.worth``."""
+        request and prefix, and again every DECIDED_SECONDS: some decisions are trials.
+        ``waiting``: as for ``LoadPlanner.worth``."""
         about = plan.start, plan.length, waiting > 0, self._planner.costs.known
         decision = import_.decision
         if decision is None or decision.about != about or self._clock() >= decision.until:
             until = self._clock() + DECIDED_SECONDS
             decision = Decision(until, about, self._planner.worth(plan, waiting))
             import_.decision = decision
-        if not decision.worth and not self.groups.one_full:
+        if not decision.worth and not self.groups.is_single_full_attention:
             until = self._clock() + AGAIN_SECONDS
             common = getattr(import_.request, "shared_prefix_boundary", 0)
             import_.answer = Answer(until, (0, 0), None, common)

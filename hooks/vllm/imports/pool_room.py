@@ -12,10 +12,9 @@ PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
 NO_ROOM_SECONDS = 1.0
 """How long a request for whose import there was no room is not looked up again, unless more blocks
-are free: prefills under way may need fewer by then, or the import another way."""
+are free."""
 SPARE = 8
-"""An 8th of the pool's blocks must stay free during an asynchronous import, for requests that
-arrive or decode meanwhile: vLLM schedules no request behind one that waits for blocks."""
+"""An 8th of the pool's blocks must stay free during an asynchronous import, for other requests."""
 
 
 class PoolRoom:
@@ -34,8 +33,7 @@ class PoolRoom:
         self._cached = manager.block_pool.cached_block_hash_to_block
 
     def watch(self) -> None:
-        """See, until ``unwatch``, for which requests vLLM finds no room: it has many other reasons
-        not to schedule a request in a step, and does not say which it was.  Only steps with a match
+        """Note, until ``unwatch``, for which requests vLLM finds no room.  Only steps with a match
         pay for the wrapper: vLLM allocates for each running request, too."""
         if self._allocate is not None:
             return
@@ -61,8 +59,7 @@ class PoolRoom:
         return bool(self._manager.block_pool.get_cached_block(block_hash, [0]))
 
     def own_blocks(self, hashes: Iterable[bytes], group: int) -> list[BlockId]:
-        """Return the blocks of these hashes in the engine's own cache, before the first that it has
-        not."""
+        """Return the blocks of these hashes in the own cache, up to the first that is missing."""
         find, suffix = self._cached.get_one_block, group.to_bytes(4)
         found = []
         for block_hash in hashes:
@@ -88,10 +85,9 @@ class PoolRoom:
         return int(self._manager.block_pool.get_num_free_blocks())
 
     def admits(self, num_blocks: int, request: Any) -> bool:
-        """Whether vLLM admits an asynchronous load of so many blocks, and will have room for the
-        rest of the request's prompt after the load.  vLLM reserves the blocks that prefills under
-        way still need, schedules no request behind one that it does not admit, and gives blocks
-        to other requests during the load."""
+        """Whether vLLM admits an asynchronous load of ``num_blocks``, and will have room for the
+        rest of the request's prompt after it.  vLLM reserves the blocks that prefills under way
+        still need, and gives blocks to other requests during the load."""
         missing = sum(self._missing(each) for each in self._requests.values())
         left = self.free() - missing
         kept = int(getattr(self._manager, "watermark_blocks", 0))
@@ -99,8 +95,8 @@ class PoolRoom:
         return num_blocks + kept <= left and self._blocks(request) + spare <= left
 
     def has_room(self, request: Any) -> bool:
-        """Whether the rest of a request's prompt fits beside what all others hold: with one block
-        more in each group, which drafts may need."""
+        """Whether the rest of a request's prompt fits beside what others hold, with one block more
+        in each group, for drafts."""
         return self._rest(request) + len(self._managers) <= self.free()
 
     def _missing(self, request: Any) -> int:

@@ -6,9 +6,8 @@
                    waits for its import
     import ended   that import: its tokens came from other engines, or have to be computed
 
-local + peer + computed are the prompt tokens of the requests that were scheduled.  vLLM counts the
-same with a request's first output, as it was planned: what an import has not brought is taken off
-vLLM's numbers here.  docs/operations.md lists what differs from vLLM's.
+local + peer + computed are the prompt tokens of the requests that were scheduled.  What an import
+has not brought is taken off vLLM's numbers (docs/operations.md lists what differs from these).
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ from .request_import import RequestImport
 class Sources:
     """Where the tokens of a prompt came from, or those of several prompts."""
 
-    local: int = 0
-    """From the engine's own cache, or another connector of the engine."""
-    peer: int = 0
-    """From other engines."""
+    local: int = 0  # from the engine's own cache, or another connector of the engine
+    peer: int = 0  # from other engines
     computed: int = 0
     peers: dict[str, int] = field(default_factory=dict)
-    """Of one prompt: those from each engine, by name, if each token came from one engine."""
+    """Of one prompt: how many from each engine, by name, if each token came from one engine."""
 
     def add(self, other: Sources) -> None:
         """Add the numbers of another prompt."""
@@ -50,14 +47,12 @@ class Sources:
 class FirstStep(NamedTuple):
     """The first step of a request, which waits for its import."""
 
-    sources: Sources
-    """Of all but the import's tokens."""
-    external: int
-    """How many these are."""
+    sources: Sources  # of all but the import's tokens
+    external: int  # the import's tokens
 
 
 class PromptTokens:
-    """Counts where prompts came from, and tells it to requests that ask.  Scheduler's thread."""
+    """Counts where prompts came from, and reports it to requests that ask.  Scheduler's thread."""
 
     def __init__(
         self, cache: SchedulerHalf, imports: Mapping[str, RequestImport], block_size: int
@@ -73,21 +68,21 @@ class PromptTokens:
         """Of the requests that ask for it."""
 
     def step_built(self, new: Sequence[Any], requests: Mapping[str, Any]) -> None:
-        """A step is about to be dispatched.  ``new``: what vLLM tells its workers of the requests
-        that they do not know (NewRequestData); ``requests``: vLLM's, by id."""
+        """Count the prompts whose first step is about to be dispatched.  ``new``: what vLLM sends
+        its workers of requests that they do not know (NewRequestData); ``requests``: vLLM's."""
         counted = Sources()
-        for told in new:
-            request = requests[told.req_id]
+        for scheduled in new:
+            request = requests[scheduled.req_id]
             stats = request.prefill_stats
             if stats is None or request.num_preemptions:
                 continue  # a session's next input, or a request that was scheduled before
             # vLLM's numbers are those of the lookup: a load may have brought less since.
-            local = min(stats.num_local_cached_tokens, told.num_computed_tokens)
-            external = min(stats.num_external_cached_tokens, told.num_computed_tokens - local)
+            local = min(stats.num_local_cached_tokens, scheduled.num_computed_tokens)
+            external = min(stats.num_external_cached_tokens, scheduled.num_computed_tokens - local)
             sources = Sources(local, 0, stats.num_prompt_tokens - local - external)
-            import_ = self._imports.get(told.req_id)
+            import_ = self._imports.get(scheduled.req_id)
             if request.kv_transfer_params is not None and options_of(request).report:
-                self._reports[told.req_id] = sources
+                self._reports[scheduled.req_id] = sources
             if import_ is not None and import_.withheld is not None:
                 import_.first_step = FirstStep(sources, external)
                 continue
@@ -99,8 +94,7 @@ class PromptTokens:
         self._count(counted)
 
     def import_ended(self, import_: RequestImport) -> None:
-        """An import that a step waited for has ended.  Nothing to count unless that step was its
-        request's first."""
+        """Count the prompt of an import that its request's first step waited for."""
         first, import_.first_step = import_.first_step, None
         if first is None:
             return
@@ -114,21 +108,21 @@ class PromptTokens:
         self._count(first.sources)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """The request has ended; returns what its answer is to say, if it has asked."""
+        """Return what the answer of a request that has ended is to contain, if it has asked."""
         if (found := self._reports.pop(request.request_id, None)) is None:
             return None
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "prompt_tokens": found.local + found.peer + found.computed,
             "local_tokens": found.local,
             "peer_tokens": found.peer,
             "computed_tokens": found.computed,
         }
         if found.peers:
-            told["peers"] = found.peers
-        # Routers send this on to the next engine, in the place of what the client has said.
+            report["peers"] = found.peers
+        # Routers send this on to the next engine, instead of what the client has asked.
         if not options_of(request).share:
-            told["share"] = False
-        return {KVSHM: told}
+            report["share"] = False
+        return {KVSHM: report}
 
     def take(self) -> Sources:
         """Return what was counted since the last call."""
@@ -136,8 +130,7 @@ class PromptTokens:
         return untold or Sources()
 
     def _add_external(self, sources: Sources, tokens: int, import_: RequestImport | None) -> None:
-        """Add tokens that vLLM got from a connector: by this import of kvshm's, or from another
-        connector."""
+        """Add tokens that vLLM got by this import of kvshm's, or from another connector."""
         load = import_.load if import_ is not None and import_.has_load else None
         if load is None or all(p.peer_epoch == load.order.epoch for p in load.order.pieces):
             sources.local += tokens  # also copies of own blocks, for other KV cache groups

@@ -36,7 +36,7 @@ class Way(Enum):
 
 
 class Stage(IntEnum):
-    """How far an import has come.  Never goes back."""
+    """How far an import has come; never goes back."""
 
     MATCHING = 0
     ALLOCATED = 1
@@ -51,44 +51,37 @@ def ids_of(blocks: Any) -> list[list[BlockId]]:
 
 
 class Answer(NamedTuple):
-    """What a request's last search has brought."""
+    """What a request's last search has found."""
 
-    until: float
-    """Until when it may be given again."""
-    asked: tuple[int, int]
-    """``start`` and ``stop`` of the search."""
+    until: float  # when it may be used again
+    asked: tuple[int, int]  # ``start`` and ``stop`` of the search
     plan: Plan | None
-    common: int
-    """Tokens where windows are to be kept although nothing is imported."""
+    common: int  # tokens where windows are to be kept although nothing is imported
 
 
 class Decision(NamedTuple):
     """Whether an import is worth it."""
 
-    until: float
-    """Until when it counts."""
+    until: float  # when it is decided again
     about: tuple[int, int, bool, bool]
-    """Start and length of the plan, whether the request loses time besides the copy, and whether
-    costs were known."""
+    """Start and length of the plan, whether time is lost besides the copy, whether costs are known.
+    """
     worth: bool
 
 
 class NoRoom(NamedTuple):
-    """When a request is looked up again for whose import there was no room."""
+    """An import found no room.  Its request is looked up again when more than ``free`` blocks are
+    free, or at the time ``until``."""
 
     free: int
-    """When more blocks are free than there were then,"""
     until: float
-    """or at this time."""
 
 
 class LoadedBlocks(NamedTuple):
     """Consecutive blocks of one group that a load fills."""
 
-    chain: list[bytes]
-    """The request's block hashes; grows as the request does."""
-    first: int
-    """Index of the first block in the group's block table."""
+    chain: list[bytes]  # the request's block hashes; grows as the request does
+    first: int  # index of the first block in the group's block table
     blocks: Sequence[BlockId]
     group: int = 0
 
@@ -108,13 +101,10 @@ class Load:
     """The load of an import, and what the ranks report of it."""
 
     order: LoadOrder
-    first_hash: bytes | None
-    """That of the first block behind the local hit."""
-    blocks: tuple[LoadedBlocks, ...]
-    """The blocks that the load is to fill, by group."""
+    first_hash: bytes | None  # of the first block behind the local hit
+    blocks: tuple[LoadedBlocks, ...]  # what the load is to fill, by group
     reports: list[LoadReport] = field(default_factory=list)
-    bad: set[BlockId] = field(default_factory=set)
-    """Once the load has ended: the blocks that it did not fill."""
+    bad: set[BlockId] = field(default_factory=set)  # once it has ended: what it did not fill
 
     @property
     def targets(self) -> tuple[BlockId, ...]:
@@ -123,8 +113,7 @@ class Load:
 
     @property
     def good(self) -> tuple[LoadedBlocks, ...]:
-        """The imported blocks: those before the first bad block.  If a step waited for the load,
-        no good block means failure."""
+        """The imported blocks: those before the first bad one.  None: failed, if a step waited."""
         if not self.bad:
             return self.blocks
         parts = []
@@ -139,30 +128,25 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class RequestImport:
-    """One request's import.  Only RequestImporter moves it on, on the scheduler's thread; the
-    fields behind ``stage`` belong to the class that their comment names."""
+    """One request's import.  RequestImporter and RunningLoads move it on; the fields behind
+    ``stage`` belong to the class that their comment names.  Scheduler's thread."""
 
     request: Any
-    may_import: bool = True
-    """False: an import of this request has lost blocks, so the request is computed."""
+    may_import: bool = True  # False: an import of this request has lost blocks, so it is computed
     stage: Stage = Stage.MATCHING
     # RequestImporter
-    plan: Plan | None = None
-    """What the last match has found."""
+    plan: Plan | None = None  # what the last match has found
     way: Way = Way.ASYNCHRONOUS
-    load: Load = field(init=False)
-    """From ALLOCATED on."""
+    load: Load = field(init=False)  # from ALLOCATED on
     no_room: NoRoom | None = None
-    """Set when vLLM's pool had no room for it."""
-    # Twins
-    waits_since: float | None = None
-    """Since when it waits for another request's import of the same prefix."""
+    # RunningLoads
+    waits_since: float | None = None  # for another request's import of the same prefix
     # Lookups
     answer: Answer | None = None
     decision: Decision | None = None
     # AtOnce
     withheld: list[Call] | None = None
-    """vLLM's calls that would have given the request's blocks their hashes; None: they get them."""
+    """vLLM's calls that would give the request's blocks their hashes; None: they get them."""
     # PromptTokens
     first_step: Any = None
     # ImportTracer
@@ -177,16 +161,16 @@ class RequestImport:
         return str(self.request.request_id)
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a step waits for its load, or what follows from that has not been done yet."""
+    def can_roll_back(self) -> bool:
+        """Whether a step waits for its load, or the step's output was not handled yet."""
         return self.withheld is not None or self.first_step is not None
 
     def forget_match(self) -> None:
-        """vLLM has allocated blocks: what was found before counts no more."""
+        """Drop what was found before vLLM allocated blocks."""
         self.plan = self.answer = self.decision = self.no_room = None
 
     def move_to(self, stage: Stage) -> None:
-        """Raises ValueError if that would be a step back."""
+        """Raises ValueError for a step back."""
         if stage < self.stage:
             raise ValueError(f"an import cannot go back from {self.stage.name} to {stage.name}")
         self.stage = stage

@@ -1,9 +1,8 @@
 """The id of vLLM's span of a request (``llm_request``), known before the request ends.
 
-vLLM makes that span in the front end when the request has ended, so nothing in the EngineCore could
-name it as its parent.  kvshm wraps two methods of the front end: a request that arrives with a
-trace's headers gets a further header with a new id, which travels to the EngineCore and back; and
-the span that vLLM makes in the end gets this id.  Without the wrappers, spans of kvshm have the
+vLLM makes that span in the front end when the request has ended.  kvshm wraps two methods of the
+front end: a request with a trace's headers gets a header with a new id, which travels to the
+EngineCore and back, and vLLM's span gets this id.  Without the wrappers, spans of kvshm have the
 parent that vLLM's span has.
 """
 
@@ -32,7 +31,7 @@ _given = threading.local()
 
 
 class GivenIds:
-    """An id generator that hands out one given id first, to the thread that has given it."""
+    """An id generator that first hands out the id that the calling thread has set, once."""
 
     def __init__(self, others: Any) -> None:
         self._others = others
@@ -46,8 +45,7 @@ class GivenIds:
 
 
 def announce_request_spans() -> None:
-    """Wrap vLLM's OutputProcessor in this process; once.  If this vLLM is another one, nothing
-    changes."""
+    """Wrap vLLM's OutputProcessor in this process, once, unless this vLLM is another one."""
     try:
         from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -78,7 +76,7 @@ def announce_request_spans() -> None:
 
 
 def given_id(headers: Mapping[str, str] | None) -> int:
-    """Return the id in these headers, 0 if there is none.  A client may have chosen them."""
+    """Return the id in these headers, 0: none.  A client may have chosen them."""
     text: object = (headers or {}).get(SPAN_HEADER)
     return int(text, 16) if isinstance(text, str) and _SPAN_ID.fullmatch(text) else 0
 

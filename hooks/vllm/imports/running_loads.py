@@ -1,59 +1,74 @@
-"""The loads of imports while they are under way: what ranks report of them, and how they end."""
+"""The loads of imports while they are under way: what ranks report of them, and how they end.
+
+A request whose prefix another one is importing waits for that import: copied once, it is theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.ids import BlockId, LoadId
 from kvshm.halves import LOADS_LOST, ONE_FULL_GROUP, LoadOrder, LoadReport, SchedulerHalf
 
-from .ready_peers import ReadyPeers
+from .at_once import ReadyPeers
 from .request_import import RequestImport, Stage, Way
-from .twins import Twins
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
 
+TWIN_WAIT_SECONDS = 0.1
+"""How long a request waits for another request's import of the same prefix."""
+
 
 class RunningLoads:
-    """From the allocation of an import's blocks to the reports of all ranks.  Scheduler's
-    thread."""
+    """Scheduler's thread."""
 
     def __init__(
         self,
         cache: SchedulerHalf,
         imports: MutableMapping[str, RequestImport],
         peers: ReadyPeers,
-        twins: Twins,
         num_ranks: int,
+        clock: Callable[[], float],
         tracer: ImportTracer | None,
     ) -> None:
         """``imports``: the newest of each request, by its id."""
         self._cache, self._imports = cache, imports
-        self._peers, self._twins = peers, twins
-        self._num_ranks, self._tracer = num_ranks, tracer
+        self._peers, self._num_ranks = peers, num_ranks
+        self._clock, self._tracer = clock, tracer
         self.groups = ONE_FULL_GROUP
         self.by_id: dict[LoadId, RequestImport] = {}
-        """The imports whose loads are under way.  A request may have several: one that it was
-        preempted under lacks its report for a while."""
+        """The imports whose loads are under way.  A request may have several: the report of one
+        that it was preempted under comes later."""
+        self._by_first_hash: dict[bytes, RequestImport] = {}
+        """The newest of these for each hash of a first block."""
         self._attempts = count()
 
     def new_id(self, import_: RequestImport) -> LoadId:
-        """Return the id of a new load: vLLM knows an asynchronous load by its request's id, and
-        does not know the others."""
+        """Return the id of a new load: its request's if it is one that vLLM knows."""
         is_asynchronous = import_.way is Way.ASYNCHRONOUS
         return import_.request_id if is_asynchronous else next(self._attempts)
 
     def begin(self, import_: RequestImport) -> None:
-        """The load of an import will be handed to the ranks."""
+        """Count an import as under way, whose load will be handed to the ranks."""
         self.by_id[import_.load.order.load_id] = import_
-        self._twins.begun(import_)
+        if import_.load.first_hash is not None:
+            self._by_first_hash[import_.load.first_hash] = import_
+
+    def has_twin(self, import_: RequestImport, first_hash: bytes) -> bool:
+        """Whether the request is to wait, for TWIN_WAIT_SECONDS at most, for another one's import
+        of the block that it needs first."""
+        other = self._by_first_hash.get(first_hash)
+        if other is None or other.request_id == import_.request_id:
+            import_.waits_since = None
+            return False
+        if import_.waits_since is None:
+            import_.waits_since = self._clock()
+        return self._clock() - import_.waits_since < TWIN_WAIT_SECONDS
 
     def queued_seconds(self) -> float:
-        """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
-        after the other."""
+        """Estimated seconds of the copies that a new one waits for: a rank makes one at a time."""
         return sum(
             self._cache.planner.load_seconds(import_.load.order)
             for import_ in self.by_id.values()
@@ -61,19 +76,19 @@ class RunningLoads:
         )
 
     def drop(self, load_ids: Iterable[LoadId]) -> None:
-        """Forget these imports, still unfinished although all ranks have reported: something
-        failed, and requests for the same prefix must not wait for them."""
+        """Forget imports that an error has left unfinished although all ranks have reported, so
+        that no request waits for them."""
         for load_id in load_ids:
             if (import_ := self.by_id.pop(load_id, None)) is not None:
                 import_.load.bad = set(import_.load.targets)
                 self._end(import_)
                 self.compute_from_now(import_.request)  # also if it was to fill no block
 
-    def finish_awaited(
+    def finish_at_once(
         self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
     ) -> list[RequestImport]:
-        """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
-        load counts only as a whole: its request has computed on top of all its blocks."""
+        """Finish the loads that a step waited for, which its ranks have reported.  A load counts
+        only as a whole: its request has computed on top of all its blocks."""
         results = []
         for order in loads:
             if (import_ := self.by_id.get(order.load_id)) is None:
@@ -90,23 +105,22 @@ class RunningLoads:
         return results
 
     def reported(self, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``.
-        Returns the blocks that must not be used."""
+        """Keep the ranks' reports until ``finish``; returns the blocks that must not be used."""
         bad = {block for report in reports for block in report.bad}
         for report in reports:
             if (import_ := self.by_id.get(report.load_id)) is None:
                 continue
             import_.load.reports.append(report)
-            if report.bad and not self.groups.one_full:
+            if report.bad and not self.groups.is_single_full_attention:
                 bad.update(import_.load.targets)
         return bad
 
     def finish(self, request_ids: Iterable[str]) -> list[RequestImport]:
-        """All ranks have reported these requests: finish their imports."""
+        """Finish the imports of these requests, which all ranks have reported."""
         return [self._finish(name) for name in request_ids if name in self.by_id]
 
     def _finish(self, load_id: LoadId) -> RequestImport:
-        """End an import.  A rank without a report has not filled any block."""
+        """A rank without a report has not filled any block."""
         import_ = self.by_id[load_id]
         load = import_.load
         if len(load.reports) < self._num_ranks:
@@ -120,18 +134,18 @@ class RunningLoads:
         return import_
 
     def tell_tracer(self, import_: RequestImport) -> None:
-        """The import has ended, or its request before anything was allocated."""
         if self._tracer is not None and import_.trace is not None:
             self._tracer.ended(import_)
 
     def _end(self, import_: RequestImport) -> None:
-        """The load of an import is under way no more."""
-        self._twins.ended(import_)
+        first_hash = import_.load.first_hash
+        if first_hash is not None and self._by_first_hash.get(first_hash) is import_:
+            del self._by_first_hash[first_hash]
         waits = import_.way is Way.ASYNCHRONOUS and self._imports.get(import_.request_id) is import_
         import_.move_to(Stage.LOADED if waits else Stage.ENDED)
 
     def compute_from_now(self, request: Any) -> None:
-        """Import nothing more for this request: an import of it has lost blocks."""
+        """Import nothing more for a request that has lost blocks of an import."""
         if not request.is_finished():
             known = self._imports.setdefault(request.request_id, RequestImport(request))
             known.may_import = False
@@ -141,13 +155,13 @@ class RunningLoads:
         return {i.request_id for i in self.by_id.values() if i.way is Way.ASYNCHRONOUS}
 
     def discard_loads(self, request_ids: Iterable[str]) -> None:
-        """Finish loads that have ended and that no rank will report: they bring nothing."""
+        """Finish loads without a result, which no rank will report."""
         for request_id in request_ids:
             self._finish(request_id)
 
     def give_up(self, request: Any) -> Set[BlockId]:
-        """Nobody will report the load of this request, which is computed.  Returns the blocks that
-        the load was to fill, as far as it is known."""
+        """Finish a request's load that nobody will report; returns the blocks that it was to fill,
+        if it is known."""
         self._cache.count(LOADS_LOST)
         if request.request_id in self.by_id:
             return self._finish(request.request_id).load.bad

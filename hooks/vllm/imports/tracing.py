@@ -2,12 +2,11 @@
 
     kvshm.lookup    the last lookup before the request was scheduled
     kvshm.lease     the leases of its plan
-    kvshm.copy      from the begin of the first rank's copy to the end of the last one's
+    kvshm.copy      from the start of the first rank's copy to the end of the last one's
     kvshm.recheck   the checks after it
 
-Spans are made when their time is over, of what is known then, and handed to OpenTelemetry's own
-thread, so no step waits for a collector.  Unless vLLM traces (--otlp-traces-endpoint), no engine
-has an ImportTracer, and OpenTelemetry is not imported.
+Spans are made when their time is over, and handed to OpenTelemetry's own thread: no step waits for
+a collector.  Unless vLLM traces (--otlp-traces-endpoint), OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def tracer_for(vllm_config: Any, cache: SchedulerHalf, block_size: int) -> Impor
 
 
 def find_tracer(endpoint: str) -> Tracer | None:
-    """Return a tracer of the provider that vLLM has made in this process.  Where vLLM makes none
-    (an EngineCore whose API servers are several processes), of one that exports to the same
-    endpoint.  None, with the reason in the log, if OpenTelemetry cannot be used."""
+    """Return a tracer of vLLM's provider in this process, or, where it makes none (an EngineCore
+    with several API servers), of one that exports to the same endpoint.  None, with the reason in
+    the log, if OpenTelemetry cannot be used."""
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
@@ -71,8 +70,7 @@ def _new_provider(endpoint: str) -> Any:
 
 def parent_of(headers: Mapping[str, str] | None) -> Context | None:
     """Return the context of vLLM's span of a request; if its id is not known (request_span), that
-    of its parent, which the request's headers name.  None if they name none: vLLM then begins a
-    trace when the request ends, unknown before."""
+    of its parent, which the headers name.  None if they name none."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -86,11 +84,10 @@ def parent_of(headers: Mapping[str, str] | None) -> Context | None:
     return trace.set_span_in_context(trace.NonRecordingSpan(request))
 
 
-class Begin(NamedTuple):
+class Start(NamedTuple):
     """When something began, and how often each reason for a miss had been counted by then."""
 
-    at: int
-    """Nanoseconds since 1970, as all times of spans."""
+    at: int  # nanoseconds since 1970, as all times of spans
     misses: dict[str, int]
 
 
@@ -100,34 +97,32 @@ class Trace:
 
     parent: Context
     lookups: int = 0
-    begun: int = 0
-    """Of the last lookup."""
+    started: int = 0  # the last lookup
     ended: int = 0
     about: Attributes = field(default_factory=dict)
     peers: list[str] = field(default_factory=list)
 
 
 class ImportTracer:
-    """Makes spans of the imports of requests that carry a trace's headers.  The importer says when
-    one was matched, leased and ended.  Scheduler's thread."""
+    """Makes spans of the imports of requests that carry a trace's headers; listens when one was
+    matched, leased and ended.  Scheduler's thread."""
 
     def __init__(self, tracer: Tracer, cache: SchedulerHalf, block_size: int) -> None:
         """``block_size``: tokens per hash."""
-        self._tracer: Tracer | None = tracer
-        """None once it has failed: the engine goes on without spans."""
+        self._tracer: Tracer | None = tracer  # None once it has failed
         self._cache, self._block_size = cache, block_size
 
-    def begin(self) -> Begin:
-        """Return what ``matched`` or ``leased`` is to be given."""
-        return Begin(time.time_ns(), self._misses())
+    def now(self) -> Start:
+        """Return the ``start`` of ``matched`` or ``leased``."""
+        return Start(time.time_ns(), self._misses())
 
-    def matched(self, import_: RequestImport, local_tokens: int, begin: Begin) -> None:
-        """The request was looked up."""
-        self._safely(self._matched, import_, local_tokens, begin)
+    def matched(self, import_: RequestImport, local_tokens: int, start: Start) -> None:
+        """A request was looked up."""
+        self._safely(self._matched, import_, local_tokens, start)
 
-    def leased(self, import_: RequestImport, plan: Plan | None, begin: Begin) -> None:
+    def leased(self, import_: RequestImport, plan: Plan | None, start: Start) -> None:
         """Blocks were allocated, and those of the plan leased if anything is to be loaded."""
-        self._safely(self._leased, import_, plan, begin)
+        self._safely(self._leased, import_, plan, start)
 
     def ended(self, import_: RequestImport) -> None:
         """Its load has ended, or its request before anything was allocated."""
@@ -135,7 +130,7 @@ class ImportTracer:
 
     # -- the spans
 
-    def _matched(self, import_: RequestImport, local_tokens: int, begin: Begin) -> None:
+    def _matched(self, import_: RequestImport, local_tokens: int, start: Start) -> None:
         request, plan = import_.request, import_.plan
         if import_.trace is None:
             if (parent := parent_of(request.trace_headers)) is None:
@@ -144,20 +139,20 @@ class ImportTracer:
         trace: Trace = import_.trace
         whole = (request.num_tokens - 1) // self._block_size * self._block_size
         trace.lookups += 1
-        trace.begun, trace.ended, trace.peers = begin.at, time.time_ns(), _names(plan)
+        trace.started, trace.ended, trace.peers = start.at, time.time_ns(), _names(plan)
         trace.about = {
             "requested_tokens": max(0, whole - local_tokens),
             "hit_tokens": 0 if plan is None else plan.length * self._block_size,
             "local_tokens": local_tokens,
             "lookups": trace.lookups,
             "peers": trace.peers,
-            "miss": self._reason(begin.misses),
+            "miss": self._reason(start.misses),
         }
 
     def _add_lookup(self, trace: Trace) -> None:
-        self._add("lookup", trace.parent, trace.begun, trace.ended, trace.about)
+        self._add("lookup", trace.parent, trace.started, trace.ended, trace.about)
 
-    def _leased(self, import_: RequestImport, plan: Plan | None, begin: Begin) -> None:
+    def _leased(self, import_: RequestImport, plan: Plan | None, start: Start) -> None:
         ended, trace = time.time_ns(), import_.trace
         self._add_lookup(trace)
         if not import_.has_load:
@@ -170,9 +165,9 @@ class ImportTracer:
             "lost": len(order.lost),
             "peers": trace.peers,
             "at_once": import_.way is Way.AT_ONCE,
-            "miss": self._reason(begin.misses),
+            "miss": self._reason(start.misses),
         }
-        self._add("lease", trace.parent, begin.at, ended, about)
+        self._add("lease", trace.parent, start.at, ended, about)
 
     def _ended(self, import_: RequestImport) -> None:
         trace, import_.trace = import_.trace, None
@@ -182,13 +177,12 @@ class ImportTracer:
             self._add_lookup(trace)  # it was never scheduled
 
     def _loaded(self, load: Load, trace: Trace) -> None:
-        """All ranks have reported."""
         times = [report.times for report in load.reports if report.times is not None]
         now = time.time()
-        begun = min((t.begun for t in times), default=now)
+        started = min((t.begun for t in times), default=now)
         copied = max((t.copied for t in times), default=now)
         checked = max((t.checked for t in times), default=now)
-        at = [int(seconds * 1e9) for seconds in (begun, copied, checked)]
+        at = [int(seconds * 1e9) for seconds in (started, copied, checked)]
         targets, nbytes = load.order.targets, load.order.nbytes * len(times)
         paths = {str(path) for r in load.reports for path in r.paths if path is not None}
         about = {
@@ -206,13 +200,13 @@ class ImportTracer:
         }
         self._add("recheck", trace.parent, at[1], at[2], about)
 
-    def _add(self, name: str, parent: Context, begun: int, ended: int, about: Attributes) -> None:
+    def _add(self, name: str, parent: Context, start: int, end: int, about: Attributes) -> None:
         assert self._tracer is not None  # ``_safely`` calls nothing then
         known = {f"kvshm.{key}": value for key, value in about.items() if value not in ("", [])}
         span = self._tracer.start_span(
-            f"kvshm.{name}", context=parent, start_time=begun, attributes=known
+            f"kvshm.{name}", context=parent, start_time=start, attributes=known
         )
-        span.end(ended)
+        span.end(end)
 
     def _safely(self, method: Callable[..., None], *args: Any) -> None:
         if self._tracer is None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from ..waiting import is_running
+
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
 FORKING = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
@@ -37,11 +39,6 @@ def run_part(suite: ModuleType, folder: Path, steps: list, first: Any = None) ->
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_every_step_runs_whatever_the_others_do(suite: ModuleType, tmp_path: Path) -> None:
@@ -100,15 +97,6 @@ def test_each_part_fits_its_time_and_runs_files_that_exist(suite: ModuleType) ->
         for step in steps:
             named = [word for word in step.command if word.endswith(".py")]
             assert all((ROOT / path).is_file() for path in named), step
-
-
-def test_steps_that_are_named_share_one_part(suite: ModuleType) -> None:
-    """And so one pair of files: not many come back from a machine that is lent."""
-    parts = suite.chosen(["demo", "c", "stalls"])
-    assert [(name, [step.name for step in steps]) for name, steps in parts] == [
-        ("c", ["copy-rates", "copy-ways"]),
-        ("steps", ["demo", "stalls"]),
-    ]
 
 
 def test_a_part_that_runs_again_keeps_what_it_saw_before(suite: ModuleType, tmp_path: Path) -> None:

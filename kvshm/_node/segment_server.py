@@ -1,4 +1,4 @@
-"""Hands out slot tables and replicas: a segment has no name, so its owner sends descriptors.
+"""Hands out slot tables and replicas (kvshm/_shm/descriptors.py).
 
 ::
 
@@ -12,18 +12,16 @@ coordinator, which answers even for an engine that is stopped; ranks and tools a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
-
-import msgspec
 
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import engine_socket, peers_file, tables_socket
 from kvshm._replica.index import Replica
 from kvshm._replica.index_reader import ReplicaReader
-from kvshm._shm.fd_server import FdServer
-from kvshm._shm.fds import close_all, fetch
+from kvshm._shm.descriptors import DescriptorServer, Request, ask, only_one, read_reply
 from kvshm._shm.layout import table_bytes
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable
 from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
@@ -33,6 +31,7 @@ from kvshm.errors import (
     SegmentError,
     SegmentNotFound,
     SegmentNotReady,
+    StaleAttachment,
     TransportError,
 )
 
@@ -44,62 +43,18 @@ ROSTER_TABLE_SECONDS = 0.5
 
 TableType = TypeVar("TableType", bound=SlotTableView)
 
-
-class Request(msgspec.Struct, frozen=True):
-    """The wanted segment, and whether the client will write to it."""
-
-    kind: str
-    epoch: int
-    writable: bool = False
+FindSegment = Callable[[Request], int]
+"""Returns one descriptor, and raises as ``descriptors.Find`` does."""
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """Whether a descriptor comes with the reply; if not, why."""
+class SegmentServer(DescriptorServer):
+    """Hands out one segment for each request."""
 
-    found: bool
-    reason: str = ""
-
-
-Find = Callable[[Request], int]
-"""Returns a descriptor, which the server closes once it is sent.  Runs on the server's thread;
-raises SegmentError if there is none."""
+    def __init__(self, path: Path, find: FindSegment, max_kept: int | None = None) -> None:
+        super().__init__(path, lambda wanted: (find(wanted),), max_kept)
 
 
-def _nothing(wanted: Request) -> int:
-    raise SegmentNotFound(f"epoch {wanted.epoch:016x} is over")
-
-
-class HandoutServer:
-    """Answers requests at ``path`` until ``close``; raises TransportError if it cannot."""
-
-    def __init__(self, path: Path, find: Find, max_kept: int | None = None) -> None:
-        self._find = find
-        self._sent: list[int] = []
-        self._server = FdServer(path, self._answer, max_kept=max_kept)
-
-    def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        # The descriptor of the previous reply was sent, or never will be.
-        self._forget_sent()
-        try:
-            self._sent = [self._find(msgspec.msgpack.decode(packed, type=Request))]
-        except (msgspec.DecodeError, SegmentNotFound) as exc:
-            return msgspec.msgpack.encode(Reply(False, str(exc))), []
-        except SegmentError as exc:  # the segment exists, but no descriptors are left: no reply
-            raise OSError(str(exc)) from exc
-        return msgspec.msgpack.encode(Reply(True)), self._sent
-
-    def _forget_sent(self) -> None:
-        sent, self._sent = self._sent, []
-        close_all(sent)
-
-    def close(self) -> None:
-        """Stop handing out.  Idempotent; waits for the reply under way."""
-        self._server.close()
-        self._find = _nothing  # the old one may refer to this object, and to whole segments
-        self._forget_sent()
-
-
-def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutServer:
+def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> SegmentServer:
     """Hand out an engine's own segments.  Raises TransportError."""
 
     def find(wanted: Request) -> int:
@@ -109,50 +64,46 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
             return table.descriptor(wanted.writable)
         return replica.descriptor()
 
-    return HandoutServer(path, find)
+    return SegmentServer(path, find)
 
 
 # -- asking
 
 
-def read_reply(packed: bytes, fds: list[int], what: str) -> int:
-    """Return the one descriptor of a reply; close further descriptors.  Raises SegmentError."""
+@contextmanager
+def _as_segment_errors() -> Iterator[None]:
+    """A context: what ``descriptors.ask`` raises becomes SegmentNotFound if the segment does not
+    exist (any more), SegmentNotReady if there is no reply in time, or SegmentError."""
     try:
-        reply = msgspec.msgpack.decode(packed, type=Reply)
-    except msgspec.DecodeError as exc:
-        close_all(fds)
-        raise SegmentError(f"{what}: undecodable reply: {exc}") from exc
-    if reply.found and len(fds) == 1:
-        return fds[0]
-    close_all(fds)
-    if reply.found:
-        raise SegmentError(f"{what}: the reply came with {len(fds)} descriptors")
-    raise SegmentNotFound(f"{what}: {reply.reason}")
-
-
-def encode_request(kind: str, epoch: int, writable: bool) -> bytes:
-    """Return the request as sent."""
-    return msgspec.msgpack.encode(Request(kind, epoch, writable))
-
-
-def _error_class(cause: BaseException | None) -> type[SegmentError]:
-    if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
-        return SegmentNotFound
-    return SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError
-
-
-def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> int:
-    """Ask the server at ``path`` for a segment; return a descriptor, which the caller closes.
-    Blocks for ``timeout`` seconds at most.  Raises SegmentNotFound if the segment does not exist
-    (any more), SegmentNotReady if there is no reply in time, or SegmentError."""
-    try:
-        packed, fds = fetch(path, encode_request(kind, epoch, writable), timeout)
+        yield
+    except StaleAttachment as exc:
+        raise SegmentNotFound(str(exc)) from None
     except TransportError as exc:
-        raise _error_class(exc.__cause__)(str(exc)) from exc
-    return read_reply(packed, fds, os.fspath(path))
+        cause = exc.__cause__
+        if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
+            raise SegmentNotFound(str(exc)) from exc
+        raise (SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError)(
+            str(exc)
+        ) from exc
 
 
-class Handouts:
+def segment_of_reply(packed: bytes, fds: list[int], what: str) -> int:
+    """Return the descriptor of a reply that has arrived.  Raises SegmentError."""
+    with _as_segment_errors():
+        return only_one(read_reply(packed, fds, what), what)
+
+
+def fetch_segment(path: Path, wanted: Request, timeout: float) -> int:
+    """Ask the server at ``path`` for a segment; return a descriptor, which the caller closes.
+    Blocks for ``timeout`` seconds at most.  Raises SegmentNotFound, SegmentNotReady if there is no
+    reply in time, or SegmentError."""
+    with _as_segment_errors():
+        fds, connection = ask(path, wanted, timeout)
+        connection.close()
+        return only_one(fds, os.fspath(path))
+
+
+class SegmentClient:
     """Fetches the segments of one run directory and namespace.  Any thread; each method blocks for
     ``timeout`` seconds at most, and raises SegmentError."""
 
@@ -199,7 +150,8 @@ class Handouts:
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
         """Fetch an engine's present replica from the engine, to read."""
-        fd = ask(self._engine_socket(epoch), INDEX_KIND, epoch, False, self._timeout)
+        wanted = Request(INDEX_KIND, epoch)
+        fd = fetch_segment(self._engine_socket(epoch), wanted, self._timeout)
         return ReplicaReader.from_fd(self._segment_name(INDEX_KIND, epoch), fd)
 
     def _table(
@@ -210,7 +162,8 @@ class Handouts:
         largest: int = LARGEST_TABLE,
         timeout: float | None = None,
     ) -> TableType:
-        fd = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
+        wanted = Request(TABLE_KIND, epoch, role.WRITABLE)
+        fd = fetch_segment(path, wanted, timeout or self._timeout)
         table = role.from_fd(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()

@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from ..waiting import is_running, until
 
 ROOT = Path(__file__).parents[2]
 CONTROL = """#!/bin/sh
@@ -32,11 +33,6 @@ with gpu_mps.daemon(sys.argv[1]):
     print("begun", flush=True)
     time.sleep(600)
 """
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.multiprocess
@@ -64,10 +60,7 @@ def test_a_step_that_is_ended_ends_its_daemon_in_time(tmp_path: Path) -> None:
         assert is_running(daemon)
         step.send_signal(signal.SIGTERM)
         step.wait(grace)
-        deadline = time.monotonic() + 2
-        while is_running(daemon) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not is_running(daemon)
+        until(lambda: not is_running(daemon))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(step.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""kvshm._node.handout: who gets which segment, to do what with it, and what odd servers bring."""
+"""kvshm._node.segment_server: who gets which segment, to do what, and what odd servers bring."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ import pytest
 from kvshm import _native
 from kvshm._base.ids import Epoch, LeaseBit
 from kvshm._base.rundir import engine_socket, tables_socket
-from kvshm._node.handout import (
-    Handouts,
-    HandoutServer,
-    Reply,
-    ask,
-    encode_request,
+from kvshm._node.segment_server import (
+    SegmentClient,
+    SegmentServer,
+    fetch_segment,
     serve_epoch,
 )
+from kvshm._shm.descriptors import Reply, Request
 from kvshm._shm.fds import fetch_keep_open, peer_has_closed
 from kvshm._shm.layout import RETIRED_OFFSET, table_bytes
 from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
@@ -48,7 +47,7 @@ from .pages import ROOT
 from .served import AnyTable, Served, ServedNode, fetched
 
 EPOCH = Epoch(7)
-WANTED = encode_request(TABLE_KIND, EPOCH, False)
+WANTED = Request(TABLE_KIND, EPOCH).encode()
 
 
 @pytest.fixture
@@ -64,10 +63,10 @@ def engine(served: ServedNode) -> Served:
 def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
     served: ServedNode, engine: Served
 ) -> None:
-    table = fetched(served.handouts, EPOCH)
+    table = fetched(served.segments, EPOCH)
     table.set_lease_bit(LeaseBit(3))
     assert engine.table.lease_bit == 3
-    replica = served.handouts.replica(EPOCH)
+    replica = served.segments.replica(EPOCH)
     row = engine.replica.add_row(Epoch(9), "other", 4, LeaseBit(1))
     assert [found.row for found in replica.rows()] == [row]
     table.close()
@@ -76,7 +75,7 @@ def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
 
 @pytest.mark.parametrize("kind", [TABLE_KIND, INDEX_KIND])
 def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str) -> None:
-    fd = ask(engine.path, kind, EPOCH, False, 2.0)
+    fd = fetch_segment(engine.path, Request(kind, EPOCH), 2.0)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, os.fstat(fd).st_size)
     with pytest.raises(PermissionError):
@@ -85,7 +84,7 @@ def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str)
 
 
 def test_a_replica_is_never_handed_out_to_be_written(engine: Served) -> None:
-    fd = ask(engine.path, INDEX_KIND, EPOCH, True, 2.0)
+    fd = fetch_segment(engine.path, Request(INDEX_KIND, EPOCH, True), 2.0)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, os.fstat(fd).st_size)
     os.close(fd)
@@ -96,22 +95,22 @@ def test_the_coordinator_hands_out_the_tables_of_the_roster(
 ) -> None:
     """Also while the engine does not answer."""
     engine.close_server()
-    table = served.handouts.roster_table(EPOCH, 26, 1)
+    table = served.segments.roster_table(EPOCH, 26, 1)
     assert (table.epoch, table.engine) == (EPOCH, "e")
     table.close()
-    read = served.handouts.table_from_coordinator(EPOCH)
+    read = served.segments.table_from_coordinator(EPOCH)
     with pytest.raises((ValueError, TypeError, BufferError)):
         _native.store(read._segment.buffer, RETIRED_OFFSET, 1)
     read.close()
     with pytest.raises(SegmentNotFound, match="no such engine is in the roster"):
-        served.handouts.roster_table(8, 26, 1)
+        served.segments.roster_table(8, 26, 1)
 
 
 def test_a_table_larger_than_the_roster_says_is_not_mapped(
     served: ServedNode, engine: Served
 ) -> None:
     with pytest.raises(SegmentError, match=rf"at most {table_bytes(25, 1)} were expected"):
-        served.handouts.roster_table(EPOCH, 25, 1)
+        served.segments.roster_table(EPOCH, 25, 1)
     assert engine.table.nbytes == table_bytes(26, 1)
 
 
@@ -120,7 +119,7 @@ def test_a_table_larger_than_the_roster_says_is_not_mapped(
 )
 def test_what_is_not_there_is_its_own_error(engine: Served, kind: str, epoch: int) -> None:
     with pytest.raises(SegmentNotFound, match=f"epoch {EPOCH:016x} is served here"):
-        ask(engine.path, kind, epoch, False, 2.0)
+        fetch_segment(engine.path, Request(kind, epoch), 2.0)
 
 
 @pytest.mark.parametrize("request_", [b"\xc1", b"\x93\1\2\3", msgspec.msgpack.encode({"kind": 7})])
@@ -132,7 +131,7 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
         client.send(request_)
         answer = msgspec.msgpack.decode(client.recv(4096), type=Reply)
     assert not answer.found
-    os.close(ask(engine.path, TABLE_KIND, EPOCH, False, 2.0))
+    os.close(fetch_segment(engine.path, Request(TABLE_KIND, EPOCH), 2.0))
 
 
 def test_what_was_handed_out_costs_the_server_no_descriptor(
@@ -140,7 +139,7 @@ def test_what_was_handed_out_costs_the_server_no_descriptor(
 ) -> None:
     before = open_files()
     for _ in range(20):
-        served.handouts.peer_table(EPOCH).close()
+        served.segments.peer_table(EPOCH).close()
     until(lambda: (open_files() - before).total() <= 1)  # that of the last answer
 
 
@@ -149,10 +148,10 @@ def test_what_was_handed_out_costs_the_server_no_descriptor(
 
 def test_who_has_ended_is_not_found(served: ServedNode, engine: Served) -> None:
     with pytest.raises(SegmentNotFound, match="has gone"):
-        served.handouts.peer_table(8)
+        served.segments.peer_table(8)
     engine.crash()
     with pytest.raises(SegmentNotFound, match="has died"):
-        served.handouts.peer_table(EPOCH)
+        served.segments.peer_table(EPOCH)
 
 
 def test_the_connection_ends_with_the_server(engine: Served) -> None:
@@ -180,11 +179,11 @@ def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
     with subprocess.Popen(argv, env=environ, **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        table = served.handouts.peer_table(9)
+        table = served.segments.peer_table(9)
         child.kill()
     assert table.life(0) == 9
     with pytest.raises(SegmentNotFound, match="has died"):
-        served.handouts.peer_table(9)
+        served.segments.peer_table(9)
     table.close()
 
 
@@ -241,23 +240,23 @@ def test_an_odd_answer_is_an_error_and_leaves_no_descriptor(
 ) -> None:
     before = open_files()
     with answering(served, respond), pytest.raises(SegmentError, match=why):
-        served.handouts.peer_table(EPOCH)
+        served.segments.peer_table(EPOCH)
     assert not left_open(before)
 
 
 def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served) -> None:
     path = engine_socket(served.run_dir, served.namespace, 8)
-    server = HandoutServer(path, lambda _: engine.table.descriptor(True))
+    server = SegmentServer(path, lambda _: engine.table.descriptor(True))
     before = open_files()
     with pytest.raises(ProtocolError, match=f"epoch {EPOCH:016x}, not {8:016x}"):
-        served.handouts.peer_table(8)
+        served.segments.peer_table(8)
     until(lambda: (open_files() - before).total() <= 1)
     server.close()
 
 
 def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine: Served) -> None:
     path = engine_socket(served.run_dir, served.namespace, 8)
-    server = HandoutServer(
+    server = SegmentServer(
         path,
         lambda wanted: (
             engine.replica.descriptor()
@@ -265,7 +264,7 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
             else engine.table.descriptor(False)
         ),
     )
-    quiet = Handouts(served.run_dir, served.namespace)
+    quiet = SegmentClient(served.run_dir, served.namespace)
     with pytest.raises((CorruptSegment, SegmentError)):
         quiet.peer_table(8)
     with pytest.raises(CorruptSegment):
@@ -275,7 +274,7 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
 
 def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
     path = tables_socket(served.run_dir, served.namespace)
-    hasty = Handouts(served.run_dir, served.namespace, timeout=0.05)
+    hasty = SegmentClient(served.run_dir, served.namespace, timeout=0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -287,8 +286,8 @@ STAYS = """
 import sys
 from pathlib import Path
 from kvshm._shm.fds import fetch_keep_open, peer_has_closed
-from kvshm._node.handout import encode_request
-request = encode_request("slots", int(sys.argv[2]), False)
+from kvshm._shm.descriptors import Request
+request = Request("slots", int(sys.argv[2])).encode()
 _, _, connection = fetch_keep_open(Path(sys.argv[1]), request, 60)
 print(flush=True)
 input()
@@ -323,8 +322,8 @@ def test_without_descriptors_asking_is_a_sentence(
     served: ServedNode, engine: Served, left: int
 ) -> None:
     with descriptors(left=left), pytest.raises(SegmentError, match=r"."):
-        served.handouts.peer_table(EPOCH)
-    table = served.handouts.peer_table(EPOCH)
+        served.segments.peer_table(EPOCH)
+    table = served.segments.peer_table(EPOCH)
     assert table.epoch == EPOCH
     table.close()
 
@@ -336,9 +335,9 @@ def test_an_engine_without_descriptors_is_not_taken_for_one_that_has_ended(
     with monkeypatch.context() as short:
         short.setattr(AnyTable, "descriptor", none_left)
         with pytest.raises(SegmentError, match="without an answer") as caught:
-            served.handouts.peer_table(EPOCH)
+            served.segments.peer_table(EPOCH)
         assert not isinstance(caught.value, SegmentNotFound)
-    served.handouts.peer_table(EPOCH).close()
+    served.segments.peer_table(EPOCH).close()
 
 
 def none_left(table: AnyTable, writable: bool) -> int:
@@ -350,14 +349,14 @@ def test_a_socket_that_serves_cannot_be_served_by_another(
 ) -> None:
     with pytest.raises(TransportError, match="another process serves this socket"):
         serve_epoch(engine.path, engine.table, engine.replica)
-    served.handouts.peer_table(EPOCH).close()
+    served.segments.peer_table(EPOCH).close()
 
 
 def test_a_coordinator_whose_socket_is_gone_does_not_say_that_engines_have_ended(
     served: ServedNode,
 ) -> None:
     with pytest.raises(SegmentError) as caught:
-        served.handouts.roster_table(EPOCH, 8, 1)
+        served.segments.roster_table(EPOCH, 8, 1)
     assert not isinstance(caught.value, SegmentNotFound)
 
 
