@@ -179,8 +179,11 @@ def coordinator_killed(trials: int) -> Times:
             serving.append(served - begin)
             since_start.append(whole - begin)
             since_serving.append(whole - served)
-    return {"started, it serves": serving, "serving, all replicas are whole": since_serving,
-            "started, all replicas are whole": since_start}  # fmt: skip
+    return {
+        "started, it serves": serving,
+        "serving, all replicas are whole": since_serving,
+        "started, all replicas are whole": since_start,
+    }
 
 
 def _await_all(engines: list[Handle], entries: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import logging
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from kvshm.version import __version__
 
 from . import logfmt
 from .bounds import Bounds, Exhausted
+from .log_lines import Event
 from .notify import READY, STOPPING, VARIABLE, notify
 from .service import DESCRIPTORS, Service
 
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(argv)
         logfmt.start(config.log_level, config.log_format, config.log_file)
         for warning in config.warnings:
-            logfmt.write(logging.WARNING, "unknown-setting", reason=warning)
+            logfmt.write(Event.UNKNOWN_SETTING, reason=warning)
         bounds = Bounds.of_a_program()
         require_descriptors(DESCRIPTORS)
         signals = _Signals()  # before any file is made that has to be removed

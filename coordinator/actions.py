@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from kvshm._node.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
 
+from .log_lines import Event
+
 
 class Sender(NamedTuple):
     """The process that sent a message, as the socket tells: never taken from the payload."""
@@ -119,10 +121,9 @@ class SweepFiles(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Write one line; ``level`` is one of the levels of ``logging``."""
+    """Write one line."""
 
-    level: int
-    event: str
+    event: Event
     fields: dict[str, object]
 
 

@@ -94,8 +94,8 @@ class Bounds:
     @classmethod
     def within_a_program(cls, clock: Callable[[], float] = time.monotonic) -> Bounds:
         """For a process with other work, which keeps its limits: descriptors are counted with those
-        of the process, since libzmq would abort it without; memory is not, since what clients use
-        cannot be told from the rest."""
+        of the process, since libzmq would abort it without; memory is not, since the part of
+        clients is unknown."""
         return cls(MAX_DESCRIPTORS + num_open_descriptors(), None, clock)
 
     @property

@@ -9,7 +9,6 @@ may fill it.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -27,6 +26,7 @@ from kvshm.errors import KvshmError
 
 from . import logfmt
 from .bounds import Bounds, Exhausted
+from .log_lines import Event
 from .service import Service
 
 
@@ -109,7 +109,7 @@ class CoordinatorThread:
             self._serve_again_and_again()
             self._service.clean_up()
         except (KvshmError, OSError) as exc:
-            logfmt.write(logging.ERROR, "stopped", reason=exc)
+            logfmt.write(Event.STOPPED, reason=exc)
         except Exception as exc:  # any: a bug here must not end the program
             logfmt.write_bug("serve", exc)
 
@@ -122,7 +122,7 @@ class CoordinatorThread:
             try:
                 self._service.run(lambda: self._stopping)
             except Exhausted as exc:
-                logfmt.write(logging.ERROR, "exhausted", reason=exc)
+                logfmt.write(Event.EXHAUSTED, reason=exc)
             finally:
                 self._is_serving = False
                 self._service.close()
@@ -142,7 +142,7 @@ class CoordinatorThread:
                 self._service = Service(*self._place, self._wake, bounds)
             except Exception as exc:  # any: the next try may succeed
                 if not has_complained:
-                    logfmt.write(logging.WARNING, "failed", what="serve again", reason=exc)
+                    logfmt.write(Event.FAILED, what="serve again", reason=exc)
                 has_complained = True
             else:
                 self._is_serving = True

@@ -1,8 +1,6 @@
-"""Which engine gets a place in the roster, and what the engine is told.  Pure."""
+"""Which engine gets a place in the roster, and the answer it gets.  Pure."""
 
 from __future__ import annotations
-
-import logging
 
 import msgspec
 
@@ -29,13 +27,14 @@ from kvshm.errors import VersionMismatch
 from kvshm.version import __version__
 
 from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
+from .log_lines import RETRIED, Event
 from .roster import Engine, State
 
 MAX_OF_PROCESS = 8
 """Engines of one process: a bound for a process that begins epochs and ends none."""
 MAX_TABLES_OF_PROCESS = 2 * MAX_OF_PROCESS
 """Tables of one process, including tables of ended epochs, under which it might hold leases."""
-_LET_GO = "nothing: it is tried again; if that does not help restart the engine"
+_LET_GO = f"{RETRIED}; if that does not help restart the engine"
 _NEW_EPOCH = "begin a new epoch and join with that"
 _LEAVE = "leave with epochs that have ended; give more engines processes of their own"
 
@@ -66,7 +65,8 @@ def on_bad_join(state: State, sender: Sender, join: ForeignJoin, error: str) -> 
 def _refuse_sender(state: State, sender: Sender) -> Refusal | None:
     if sender.pid < 0:
         return Refusal(
-            "the socket does not tell who is speaking", "install a libzmq with SO_PEERCRED support"
+            "the socket does not name the sender's process",
+            "install a libzmq with SO_PEERCRED support",
         )
     if sender.uid != state.uid:
         return Refusal(
@@ -80,11 +80,11 @@ def _refuse_protocol(protocol: int, engine: EngineInfo | ForeignEngine) -> Refus
     try:
         check_version(protocol)
     except VersionMismatch as exc:
-        return who_upgrades("protocol", exc, engine.kvshm_version)
+        return refuse_version("protocol", exc, engine.kvshm_version)
     return None
 
 
-def who_upgrades(what: str, mismatch: VersionMismatch, engine_version: str) -> Refusal:
+def refuse_version(what: str, mismatch: VersionMismatch, engine_version: str) -> Refusal:
     """Refuse an engine whose ``what`` ("protocol", "layout") differs from the coordinator's."""
     theirs = f"{what} {mismatch.theirs} (kvshm {engine_version or 'unknown'})"
     ours = f"{what} {mismatch.ours} (kvshm {__version__})"
@@ -140,23 +140,23 @@ def refuse(
     reason, remedy, retry = refusal
     reply = Refused(engine_epoch=engine.epoch, reason=reason, remedy=remedy, retry=retry)
     about = {"engine": engine.name, "remedy": remedy}
-    return [SendReply(sender.route, reply), *state.report(sender, "refused", reason, **about)]
+    return [SendReply(sender.route, reply), *state.report(sender, Event.REFUSED, reason, **about)]
 
 
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
     """Give a checked engine its lease bit and the roster.
 
-    The other engines are told only if the engine is new to them or events of it were lost: an
+    The other engines hear of it only if the engine is new to them or events of it were lost: an
     engine that only lost broadcasts costs them no scan.
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
-    returning = not state.grace_over
+    returning = not state.schedule.grace_over
     bit = state.bits.grant(engine.epoch, sender.pid, engine.lease_bit, others, returning)
     info = msgspec.structs.replace(engine, lease_bit=bit)
     state.engines[engine.epoch] = Engine(info, sender.pid, join.sequence, now)
     actions = state.release_tables()
-    if not state.grace_over and bit not in (engine.lease_bit, NO_LEASE_BIT):
+    if not state.schedule.grace_over and bit not in (engine.lease_bit, NO_LEASE_BIT):
         # An engine that died before this coordinator began may have left leases with this bit.
         actions.append(SweepBits(1 << bit))
     if known is not None and known.suspected:
@@ -218,13 +218,13 @@ def _log_join(state: State, info: EngineInfo, reply: Joined) -> list[Action]:
     epoch, topic = f"{info.epoch:016x}", info.fingerprint.hex()[:16]
     place = {"epoch": epoch, "bit": info.lease_bit, "ranks": len(info.ranks), "topic": topic}
     sizes = {"shares_with": len(reply.roster), "engines": len(state.engines)}
-    lines: list[Action] = [Log(logging.INFO, "join", {**about, **place, **sizes})]
+    lines: list[Action] = [Log(Event.JOIN, {**about, **place, **sizes})]
     if info.lease_bit == NO_LEASE_BIT:
-        lines.append(Log(logging.WARNING, "no-lease-bit", about))
+        lines.append(Log(Event.NO_LEASE_BIT, about))
     for engine in reply.incompatible:
         name, (here, there) = next(iter(engine.differences.items()))
         other = {"other": engine.name, "other_pid": engine.pid}
         difference = {"differs": name, "here": here, "there": there}
         count = {"differing_fields": len(engine.differences)}
-        lines.append(Log(logging.INFO, "cannot-share", {**about, **other, **difference, **count}))
+        lines.append(Log(Event.CANNOT_SHARE, {**about, **other, **difference, **count}))
     return lines

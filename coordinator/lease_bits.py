@@ -19,7 +19,7 @@ class _Bit:
     owner: int = 0
     """Epoch; 0: none."""
     pid: int = 0
-    """The owner's pid, as the socket told."""
+    """The owner's pid, from SO_PEERCRED."""
     holders: set[int] = field(default_factory=set)
     """Epochs whose processes may hold leases with this bit."""
     used: bool = False

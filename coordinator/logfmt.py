@@ -1,151 +1,199 @@
 """One line per event, key=value or JSON, so that both people and grep can read the log.
 
-If the reader of the log stops reading, lines wait here; the coordinator never waits for the reader.
+A thread writes the lines: neither a reader that stands still nor a disk that hangs holds the
+coordinator up.
 """
 
 from __future__ import annotations
 
+import atexit
+import copy
 import logging
+import logging.handlers
+import math
 import os
+import queue
 import select
 import sys
+import threading
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 from kvshm._base.log import LineLimit
 from kvshm._base.log_file import LogFile
 from kvshm._base.log_format import EVENT, FIELDS, LineFormatter, key_values
+from kvshm._base.resources import start_thread
 
-MAX_WAITING_BYTES = 1 << 20
-"""Bytes of unread lines that are kept; further lines are counted and lost."""
+from .log_lines import Event
+
+MAX_WAITING = 1000
+"""Lines that wait to be written; further lines are counted and lost."""
 _AT_ONCE = select.PIPE_BUF
 """Bytes that fit into any descriptor that poll calls writable."""
 LAST_SECONDS = 1.0
-"""How long ``end`` waits for the reader."""
+"""How long ``end`` waits for the reader or the disk."""
 MAX_LINES = 1000
 """Lines a minute.  More than a node has engines, and pairs of engines that differ."""
 
 _LOGGER = logging.getLogger("kvshm.coordinator")
+_FORMATTED = "kvshm_formatted"
+"""Attribute of a record that waits: its line."""
 
 
-def write(level: int, event: str, **fields: object) -> None:
+def write(event: Event, **fields: object) -> None:
     """Write a line of the coordinator."""
-    _write(level, event, fields)
+    _write(event, fields)
 
 
 def write_bug(what: str, exc: Exception) -> None:
     """Write that ``what`` has raised ``exc``, with the traceback."""
-    _write(logging.ERROR, "bug", {"what": what, "reason": exc}, exc)
+    _write(Event.BUG, {"what": what, "reason": exc}, exc)
 
 
-def _write(level: int, event: str, fields: dict[str, object], exc: Exception | None = None) -> None:
-    about = key_values({"event": event, **fields})
-    _LOGGER.log(level, "%s", about, exc_info=exc, extra={EVENT: event, FIELDS: fields})
+def _write(event: Event, fields: dict[str, object], exc: Exception | None = None) -> None:
+    about = key_values({"event": event.id, **fields})
+    _LOGGER.log(event.level, "%s", about, exc_info=exc, extra={EVENT: event.id, FIELDS: fields})
 
 
-class _LineWriter(logging.Handler):
-    """Writes as much as the descriptor takes without waiting, the rest later.  Any thread."""
+def _record(event: Event, **fields: object) -> logging.LogRecord:
+    """Return a record that goes past the limits."""
+    args, extra = (key_values({"event": event.id, **fields}),), {EVENT: event.id, FIELDS: fields}
+    return _LOGGER.makeRecord(_LOGGER.name, event.level, "", 0, "%s", args, None, extra=extra)
 
-    def __init__(self, fd: int, lines: LineFormatter) -> None:
+
+class _Lines(LineFormatter):
+    """Formats each record once, before it waits."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: str | None = getattr(record, _FORMATTED, None)
+        return super().format(record) if line is None else line
+
+
+class _Descriptor(logging.Handler):
+    """Writes lines to a descriptor, which may be non-blocking.  Waits until it takes them."""
+
+    def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
-        self.as_json = lines.as_json
-        self._waiting = bytearray()
-        self._lost = 0
         self._writable = select.poll()
         self._writable.register(fd, select.POLLOUT)
-        self.setFormatter(lines)
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.add(self.format(record))
-        except Exception:  # like every handler of logging: no log line ends the program
-            self.handleError(record)
-            return
-        self.write_waiting()
+        self.write(self.format(record))
 
-    def add(self, text: str) -> None:
-        encoded = text.encode(errors="backslashreplace") + b"\n"
-        if len(self._waiting) + len(encoded) > MAX_WAITING_BYTES:
+    def write(self, line: str, until: float = math.inf) -> None:
+        """Write a line; give up when the clock shows ``until``, or if the reader has gone."""
+        data = line.encode(errors="backslashreplace") + b"\n"
+        while data:
+            left = until - time.monotonic()
+            if not self._writable.poll(None if left == math.inf else max(0.0, 1000 * left)):
+                return
+            try:
+                data = data[os.write(self._fd, data[:_AT_ONCE]) :]
+            except BlockingIOError:  # another process has written since
+                continue
+            except OSError:
+                return
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Hands lines to a thread that writes them.  Any thread; never waits."""
+
+    queue: queue.Queue[logging.LogRecord]
+
+    def __init__(self, lines: LineFormatter, writer: logging.Handler) -> None:
+        """Raises TransportError if there can be no thread."""
+        super().__init__(queue.Queue(MAX_WAITING))
+        self.setFormatter(lines)
+        self._writer = writer
+        self._lost = 0
+        start_thread(threading.Thread(target=self._write_all, name="kvshm-log", daemon=True))
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        waiting = copy.copy(record)
+        setattr(waiting, _FORMATTED, self.format(record))
+        waiting.exc_info = waiting.args = None  # let go of the values
+        return waiting
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
             self._lost += 1
-        else:
-            self._waiting += encoded
 
-    def write_waiting(self, patience: float = 0.0) -> None:
-        """Write the waiting lines; wait ``patience`` seconds at most for the reader."""
-        until = time.monotonic() + patience
-        self.acquire()  # reentrant
-        try:
-            while self._waiting:
-                left = max(0.0, until - time.monotonic())
-                if not self._writable.poll(left * 1000):
-                    return
-                try:
-                    written = os.write(self._fd, self._waiting[:_AT_ONCE])
-                except BlockingIOError:
-                    return
-                except OSError:
-                    written = len(self._waiting)  # the reader is gone for good
-                del self._waiting[:written]
-                if not self._waiting and self._lost:
-                    self._report_lost()
-        finally:
-            self.release()
+    def drain(self, until: float) -> None:
+        """Wait until all lines are written, or the clock shows ``until``."""
+        with self.queue.all_tasks_done:
+            self.queue.all_tasks_done.wait_for(lambda: not self.queue.unfinished_tasks, 5.0)
+
+    def _write_all(self) -> None:
+        while True:
+            self._writer.handle(self.queue.get())
+            if self.queue.empty():
+                self._report_lost()
+            self.queue.task_done()
 
     def _report_lost(self) -> None:
-        about = {"lines": self._lost, "remedy": "have the log read all the time"}
-        self._lost = 0
-        self.add(self.format(_record(logging.WARNING, "lines-lost", about)))
+        self.acquire()
+        lost, self._lost = self._lost, 0
+        self.release()
+        if lost:
+            remedy = "have the log read all the time, by a disk that does not hang"
+            self._writer.handle(self.prepare(_record(Event.LINES_LOST, lines=lost, remedy=remedy)))
 
 
-def _record(level: int, event: str, fields: dict[str, object]) -> logging.LogRecord:
-    """A record that goes past the limits."""
-    args, extra = (key_values({"event": event, **fields}),), {EVENT: event, FIELDS: fields}
-    return _LOGGER.makeRecord(_LOGGER.name, level, "", 0, "%s", args, None, extra=extra)
+class _Log(NamedTuple):
+    """What ``start`` has made."""
+
+    stderr: _Descriptor | None
+    waiting: _Queue
+    has_file: bool
+    as_json: bool
 
 
-_writers: list[_LineWriter] = []
-"""The writer to stderr that ``start`` made; empty without stderr."""
-_files: list[LogFile] = []
-"""The log file; empty without one."""
+_started: list[_Log] = []
+"""Empty before ``start``."""
 
 
 def start(level: str, log_format: str = "text", log_file: str = "") -> None:
     """Send lines of at least ``level`` to stderr, or to a file.  Raises ConfigError if there is no
-    such folder, or no permission."""
-    lines = LineFormatter("coordinator", log_format == "json")
+    such folder, or no permission; TransportError if there can be no thread."""
+    lines = _Lines("coordinator", log_format == "json")
+    stderr = None
     with suppress(OSError, ValueError, AttributeError):  # closed, or none
-        _writers[:] = [_LineWriter(sys.stderr.fileno(), lines)]
-    stderr: logging.Handler = _writers[0] if _writers else logging.NullHandler()
+        stderr = _Descriptor(sys.stderr.fileno())
+    shown: logging.Handler = stderr or logging.NullHandler()
+    shown.setFormatter(lines)
 
     def not_written(text: str) -> None:
-        stderr.handle(_record(logging.WARNING, "not-in-file", {"reason": text}))
+        shown.handle(_record(Event.NOT_IN_FILE, reason=text))
 
     def left_out(text: str) -> None:
-        handler.handle(_record(logging.WARNING, "left-out", {"reason": text}))
+        waiting.handle(_record(Event.LEFT_OUT, reason=text))
 
-    if log_file:
-        _files[:] = [LogFile(log_file, lines, stderr.handle, not_written)]
-    handler = _files[0] if _files else stderr
+    waiting = _Queue(
+        lines, LogFile(log_file, lines, shown.handle, not_written) if log_file else shown
+    )
+    _started[:] = [_Log(stderr, waiting, bool(log_file), lines.as_json)]
+    # At the exit it would wait for the lock of a handler that waits for the disk.
+    atexit.unregister(logging.shutdown)
     _LOGGER.addFilter(LineLimit(left_out, MAX_LINES))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-
-
-def write_waiting() -> None:
-    """Write waiting lines.  Call it now and then."""
-    for writer in _writers:
-        writer.write_waiting()
+    logging.basicConfig(level=level.upper(), handlers=[waiting])
 
 
 def end(text: str = "") -> None:
-    """Write the waiting lines, then ``text``: why the coordinator cannot serve, for a person who
-    sees stderr.  Blocks for LAST_SECONDS at most."""
-    last = _record(logging.ERROR, "fatal", {"reason": text})
-    if text and not _writers:
-        print(text, file=sys.stderr)
-    for file in _files if text else ():
-        file.handle(last)
-    for writer in _writers:
+    """Write the waiting lines, then ``text``: why the coordinator cannot serve.
+    Blocks for LAST_SECONDS at most."""
+    until = time.monotonic() + LAST_SECONDS
+    for log in _started:
+        log.waiting.drain(until)
         if text:
-            writer.add(writer.format(last) if writer.as_json else text)
-        writer.write_waiting(LAST_SECONDS)
+            last = _record(Event.FATAL, reason=text)
+            if log.has_file:
+                log.waiting.handle(last)
+            if log.stderr is not None:
+                log.stderr.write(log.stderr.format(last) if log.as_json else text, until)
+            log.waiting.drain(until)
+    if text and not _started:
+        print(text, file=sys.stderr)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Mapping
 
 from . import logfmt
+from .log_lines import Event
 
 VARIABLE = "NOTIFY_SOCKET"
 """Set by a service manager, which also restarts the coordinator."""
@@ -28,4 +28,4 @@ def notify(state: str, environ: Mapping[str, str]) -> None:
             manager.setblocking(False)
             manager.sendto(state.encode(), address)
     except OSError as exc:
-        logfmt.write(logging.WARNING, "not-notified", socket=named, reason=exc)
+        logfmt.write(Event.NOT_NOTIFIED, socket=named, reason=exc)

@@ -6,7 +6,6 @@ learns everything from the engines that join.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from kvshm._node.protocol import AnyBroadcast, EngineInfo
 
 from .actions import Action, Log, ReleaseTable, SendBroadcast, Sender
 from .lease_bits import LeaseBits
+from .log_lines import Event
 
 MAX_REPORTS = 1000
 """Different reports that are remembered, and so logged."""
@@ -37,6 +37,18 @@ class Engine:
     """Of the engine's last events: relayed, or known to be lost."""
     last_heard: float
     suspected: bool = False
+
+
+@dataclass
+class Schedule:
+    """When the coordinator does what no message asks for."""
+
+    last_clock: float | None = None
+    grace_until: float | None = None
+    grace_over: bool = False
+    """Whether the engines of an earlier coordinator have had time to join this one."""
+    next_leftovers: float = 0.0
+    next_cleanup: float = 0.0
 
 
 @dataclass
@@ -62,16 +74,11 @@ class State:
     which shows that the worker did not crash."""
     kept: set[int] = field(default_factory=set)
     """Epochs whose tables the shell keeps."""
-    grace_over: bool = False
-    """Whether the engines of an earlier coordinator have had time to join this one."""
-    grace_until: float | None = None
+    schedule: Schedule = field(default_factory=Schedule)
     reports: dict[tuple[int, str], int] = field(default_factory=dict)
     """(pid, event and reason) -> how often."""
     num_reports: int = 0
     """Messages dropped or refused, including those that are not remembered."""
-    last_clock: float | None = None
-    next_leftovers: float = 0.0
-    next_cleanup: float = 0.0
 
     def broadcast(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Action:
         """Return the next numbered broadcast of a topic."""
@@ -88,7 +95,7 @@ class State:
 
     def forget_idle_topics(self) -> None:
         """Forget topics that had no engine the last time either.  The numbers of such a topic
-        begin again; the Joined tells that to an engine that joins later."""
+        start again; an engine that joins later reads that in the Joined."""
         idle = self.topics.keys() - {engine.info.fingerprint for engine in self.engines.values()}
         for topic in idle & self.idle_topics:
             del self.topics[topic]
@@ -101,16 +108,16 @@ class State:
         self.kept = needed
         return actions
 
-    def report(self, sender: Sender, event: str, reason: str, **fields: object) -> list[Action]:
+    def report(self, sender: Sender, event: Event, reason: str, **fields: object) -> list[Action]:
         """Count a message that was dropped or refused; return a log line for the first of its
         kind from this sender."""
         self.num_reports += 1
         reason = reason[:MAX_REASON]
-        key = (sender.pid, f"{event} {reason}" if fields else event)
+        key = (sender.pid, f"{event.id} {reason}" if fields else event.id)
         count = self.reports.get(key, 0)
         if count or len(self.reports) < MAX_REPORTS:
             self.reports[key] = count + 1
         if count or key not in self.reports:
             return []
         about = {"pid": sender.pid, "uid": sender.uid, "reason": reason, **fields}
-        return [Log(logging.WARNING, event, about)]
+        return [Log(event, about)]

@@ -3,7 +3,6 @@ that ``decide`` returns."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from .actions import (
 from .bounds import Bounds
 from .broadcasts import BroadcastQueue
 from .incoming import MessageReader
+from .log_lines import RETRIED, Event
 from .roster import State
 from .sockets import Sockets
 from .state import decide
@@ -94,7 +94,7 @@ class Server:
         next_look = next_clock
         while not stopping():
             if self._clock() >= next_clock:
-                grace_over = self._state.grace_over
+                grace_over = self._state.schedule.grace_over
                 pause = timing.heartbeat_seconds if grace_over else timing.return_tick_seconds
                 next_clock = self._clock() + pause
                 self._sockets.check()
@@ -103,7 +103,6 @@ class Server:
             if self._clock() >= next_look:
                 next_look = self._clock() + timing.bounds_check_seconds
                 self._check_bounds()
-                logfmt.write_waiting()
             due = min(next_clock, next_look, self._broadcasts.next_due())
             self._wait(due - self._clock())
             self._broadcasts.send_due(self._clock())
@@ -165,8 +164,7 @@ class Server:
         except Exception as exc:  # a bug must not end the coordinator
             self._log_failure(type(action).__name__, exc)
             if isinstance(action, CheckTable):
-                remedy = "nothing: it is tried again"
-                refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
+                refusal = Refusal(f"the coordinator cannot look at it: {exc}", RETRIED, retry=True)
                 self._inputs.append(CheckResult(action.sender, action.join, refusal))
 
     def _check_lock(self) -> None:
@@ -182,7 +180,7 @@ class Server:
             return
         self._failed.add(kind)
         if isinstance(exc, KvshmError | OSError):
-            logfmt.write(logging.WARNING, "failed", what=what, reason=exc)
+            logfmt.write(Event.FAILED, what=what, reason=exc)
         else:
             logfmt.write_bug(what, exc)
 
@@ -201,8 +199,8 @@ class Server:
                 self._tables.sweep_bits(bits)
             case SweepFiles():
                 self._sweep_files()
-            case Log(level, event, fields):
-                logfmt.write(level, event, **fields)
+            case Log(event, fields):
+                logfmt.write(event, **fields)
             case _:
                 raise AssertionError(f"no such action: {action}")
 
@@ -213,7 +211,7 @@ class Server:
         try:
             self._sockets.router.send_multipart([route, frame], zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the engine has gone, or does not read
-            logfmt.write(logging.DEBUG, "unsent", route=route.hex(), reason=exc)
+            logfmt.write(Event.UNSENT, route=route.hex(), reason=exc)
 
 
 def _read(frames: list[zmq.Frame], num_parts: int) -> Input:

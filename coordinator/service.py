@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import time
@@ -19,6 +18,7 @@ from kvshm.version import __version__
 
 from . import logfmt
 from .bounds import FEW_DESCRIPTORS, Bounds
+from .log_lines import Event
 from .roster import State
 from .server import Server
 from .tables import Tables
@@ -41,7 +41,7 @@ class _Lock:
 
     def keep(self) -> None:
         """Take the lock again if its file was removed.  Raises KvshmError or OSError.  If two
-        coordinators begin at the same moment, one of them finds that its socket was replaced."""
+        coordinators start at the same moment, one of them finds that its socket was replaced."""
         if has_name(self._fd, self._path):
             return
         with cleanup_lock(self._run_dir, patience=0.0) as alone:
@@ -50,7 +50,7 @@ class _Lock:
             fd = take_lock(self._path)
         self.close()
         self._fd = fd
-        logfmt.write(logging.WARNING, "restored", path=self._path)
+        logfmt.write(Event.RESTORED, path=self._path)
 
     def close(self) -> None:
         """Idempotent, also in a child that was forked meanwhile: the number may be another's."""
@@ -86,9 +86,9 @@ class Service:
             undo.pop_all()
         if bounds.limit < FEW_DESCRIPTORS:
             remedy = f"permit at least {FEW_DESCRIPTORS} open files (ulimit -Hn)"
-            logfmt.write(logging.WARNING, "few-descriptors", limit=bounds.limit, remedy=remedy)
+            logfmt.write(Event.FEW_DESCRIPTORS, limit=bounds.limit, remedy=remedy)
         about = {"run_dir": run_dir, "namespace": namespace, "version": __version__}
-        logfmt.write(logging.INFO, "serving", pid=os.getpid(), **about)
+        logfmt.write(Event.SERVING, pid=os.getpid(), **about)
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until ``stopping`` returns True.  Raises Exhausted, or another KvshmError when
@@ -104,10 +104,10 @@ class Service:
         """After ``close``: remove files without an owner.  Raises KvshmError or OSError."""
         cleared = clear(self._run_dir, self._namespace)
         for removed in cleared.removed:
-            logfmt.write(logging.INFO, "removed", name=removed)
+            logfmt.write(Event.REMOVED, name=removed)
         for left in cleared.left:
-            logfmt.write(logging.DEBUG, "left-alone", reason=left)
-        logfmt.write(logging.INFO, "ended", pid=os.getpid(), complaints=self._state.num_reports)
+            logfmt.write(Event.LEFT_ALONE, reason=left)
+        logfmt.write(Event.ENDED, pid=os.getpid(), complaints=self._state.num_reports)
 
     def forget_in_child(self) -> None:
         """In a forked child: close the inherited descriptors, so that lock, sockets and tables end
@@ -122,6 +122,6 @@ class Service:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
                 if number < MOST_NAMED:
-                    logfmt.write(logging.INFO, "removed", path=path)
+                    logfmt.write(Event.REMOVED, path=path)
         if len(left) > MOST_NAMED:
-            logfmt.write(logging.INFO, "removed", more=len(left) - MOST_NAMED)
+            logfmt.write(Event.REMOVED, more=len(left) - MOST_NAMED)

@@ -7,7 +7,6 @@ which has the sockets) carries them out in their order.
 
 from __future__ import annotations
 
-import logging
 import math
 
 from kvshm._base.ids import NO_LEASE_BIT
@@ -44,6 +43,7 @@ from .actions import (
     TableUnused,
 )
 from .joining import admit, on_bad_join, on_join, refuse, refuse_place
+from .log_lines import Event
 from .roster import Engine, State
 
 
@@ -59,7 +59,7 @@ def decide(state: State, item: Input, now: float) -> list[Action]:
         case BadMessage():
             if item.join is not None:
                 return on_bad_join(state, item.sender, item.join, item.error)
-            return state.report(item.sender, "garbled", item.error)
+            return state.report(item.sender, Event.GARBLED, item.error)
         case ProcessDeath():
             return _on_death(state, item, now)
         case TableUnused():
@@ -97,12 +97,12 @@ def _on_message(
         reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
         return [SendReply(sender.route, reply)]
     if (sender.uid, sender.pid) != (state.uid, engine.pid):
-        return state.report(sender, "impostor", f"speaks for pid {engine.pid}")
+        return state.report(sender, Event.IMPOSTOR, f"speaks for pid {engine.pid}")
     actions = _record_message(state, engine, now)
     match message:
         case Leave():
             actions += _end(state, engine.info, "left")
-            actions.append(_log_end(state, "leave", engine.info, "left"))
+            actions.append(_log_end(state, Event.LEAVE, engine.info, "left"))
         case Heartbeat(sequence=sequence):
             # If it is higher, the engine dropped events.  The next tick tells all engines.
             engine.sequence = max(engine.sequence, sequence)
@@ -119,15 +119,17 @@ def _record_message(state: State, engine: Engine, now: float) -> list[Action]:
     info = engine.info
     return [
         state.broadcast(info.fingerprint, EngineRecovered, epoch=info.epoch),
-        Log(logging.INFO, "recovered", {"engine": info.name, "pid": info.pid}),
+        Log(Event.RECOVERED, {"engine": info.name, "pid": info.pid}),
     ]
 
 
 def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list[Action]:
     if (size := len(events.records)) % RECORD_BYTES or size > MAX_EVENTS_BYTES:
-        return state.report(sender, "garbled", f"{size} bytes are not the records of one message")
+        return state.report(
+            sender, Event.GARBLED, f"{size} bytes are not the records of one message"
+        )
     if events.sequence <= engine.sequence:
-        return state.report(sender, "repeated", f"events {events.sequence} came again")
+        return state.report(sender, Event.REPEATED, f"events {events.sequence} came again")
     engine.sequence = events.sequence
     relayed = {"epoch": events.epoch, "engine_sequence": events.sequence}
     topic = engine.info.fingerprint
@@ -149,10 +151,10 @@ def _on_death(state: State, died: ProcessDeath, now: float) -> list[Action]:
     if died.owner and died.epoch in state.ended_by_worker:
         engine, _ = state.ended_by_worker.pop(died.epoch)
         if died.retired:
-            actions.append(_log_end(state, "leave", engine.info, "left"))
+            actions.append(_log_end(state, Event.LEAVE, engine.info, "left"))
         else:
             reason = f"process {engine.info.pid} died"
-            actions.append(_log_end(state, "death", engine.info, reason))
+            actions.append(_log_end(state, Event.DEATH, engine.info, reason))
     return [*actions, SweepFiles()]
 
 
@@ -170,7 +172,7 @@ def _on_leave_after_end(state: State, sender: Sender, epoch: int) -> list[Action
     if engine is None or (sender.uid, sender.pid) != (state.uid, engine.pid):
         return []
     del state.ended_by_worker[epoch]
-    return [_log_end(state, "leave", engine.info, "left")]
+    return [_log_end(state, Event.LEAVE, engine.info, "left")]
 
 
 def _end(state: State, info: EngineInfo, reason: str, bit: int = NO_LEASE_BIT) -> list[Action]:
@@ -185,9 +187,9 @@ def _end(state: State, info: EngineInfo, reason: str, bit: int = NO_LEASE_BIT) -
     return [gone, *_sweep(mask), *state.release_tables()]
 
 
-def _log_end(state: State, event: str, info: EngineInfo, reason: str) -> Action:
+def _log_end(state: State, event: Event, info: EngineInfo, reason: str) -> Action:
     about = {"engine": info.name, "pid": info.pid, "epoch": f"{info.epoch:016x}"}
-    return Log(logging.INFO, event, {**about, "reason": reason, "engines": len(state.engines)})
+    return Log(event, {**about, "reason": reason, "engines": len(state.engines)})
 
 
 def _sweep(mask: int) -> list[Action]:
@@ -208,12 +210,12 @@ def _on_clock(state: State, now: float) -> list[Action]:
     for engine, until in list(state.ended_by_worker.values()):
         if now >= until:
             del state.ended_by_worker[engine.info.epoch]
-            actions.append(_log_end(state, "death", engine.info, "a worker's process died"))
-    if now >= state.next_leftovers:
-        state.next_leftovers = now + state.timing.leftovers_seconds
+            actions.append(_log_end(state, Event.DEATH, engine.info, "a worker's process died"))
+    if now >= state.schedule.next_leftovers:
+        state.schedule.next_leftovers = now + state.timing.leftovers_seconds
         actions.append(SweepFiles())
-    if now >= state.next_cleanup:
-        state.next_cleanup = now + state.timing.cleanup_seconds
+    if now >= state.schedule.next_cleanup:
+        state.schedule.next_cleanup = now + state.timing.cleanup_seconds
         state.forget_idle_topics()
     return actions
 
@@ -222,11 +224,11 @@ def _end_grace(state: State, now: float) -> list[Action]:
     """Once the engines of an earlier coordinator have had time to join, clear the leases of the
     engines that did not.  An engine that was stopped and loses leases by this finds out when it
     re-checks its copies."""
-    if state.grace_until is None:
-        state.grace_until = now + state.timing.grace_seconds
-    if state.grace_over or now < state.grace_until:
+    if state.schedule.grace_until is None:
+        state.schedule.grace_until = now + state.timing.grace_seconds
+    if state.schedule.grace_over or now < state.schedule.grace_until:
         return []
-    state.grace_over = True
+    state.schedule.grace_over = True
     return _sweep(state.bits.free)
 
 
@@ -234,8 +236,8 @@ def _discount_own_pause(state: State, now: float) -> None:
     """Do not count time in which this process was stopped as silence of the engines: their messages
     are still unread.  After a long stop every engine has its full time again."""
     timing = state.timing
-    since = 0.0 if state.last_clock is None else now - state.last_clock
-    state.last_clock = now
+    since = 0.0 if state.schedule.last_clock is None else now - state.schedule.last_clock
+    state.schedule.last_clock = now
     if since > 2 * timing.heartbeat_seconds:
         long = since > timing.suspect_seconds
         discount = math.inf if long else since - timing.heartbeat_seconds
@@ -249,7 +251,7 @@ def _suspect(state: State, engine: Engine, now: float) -> list[Action]:
     about = {"engine": info.name, "pid": info.pid, "silent_s": silent}
     return [
         state.broadcast(info.fingerprint, EngineSuspected, epoch=info.epoch),
-        Log(logging.WARNING, "suspected", about),
+        Log(Event.SUSPECTED, about),
     ]
 
 

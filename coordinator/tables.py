@@ -8,7 +8,6 @@ Nothing here waits for an engine or raises because of an engine.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -37,12 +36,12 @@ from kvshm.errors import (
 
 from . import logfmt
 from .actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
-from .joining import who_upgrades
+from .joining import refuse_version
+from .log_lines import RETRIED, Event
 
 MAX_CHECKS = 64
 """Engines whose tables are fetched at the same time; further engines have to try again."""
 _SAME_DIRECTORY = "let both see one run directory, and run both as one user"
-_AGAIN = "nothing: it is tried again"
 
 
 @dataclass
@@ -150,7 +149,7 @@ class Tables:
                 del self._checks[number]
                 check.connection.close()
                 reason = f"it does not hand out its slot table within {FETCH_SECONDS:g} s"
-                yield check.result(Refusal(reason, _AGAIN, retry=True))
+                yield check.result(Refusal(reason, RETRIED, retry=True))
         for epoch, member in list(self._members.items()):
             with suppress(KvshmError):  # its owner has overwritten it
                 member.table.coordinator_went_round(offset)
@@ -160,8 +159,8 @@ class Tables:
     def _ends(epoch: int, member: _Member) -> Iterator[Input]:
         table = member.table
         # Without a pulse the end of the connection is the engine's death.
-        hung_up = member.connection is None and not table.owner_begun
-        if (table.owner_died or hung_up) and not member.owner_death_reported:
+        is_closed = member.connection is None and not table.owner_begun
+        if (table.owner_died or is_closed) and not member.owner_death_reported:
             member.owner_death_reported = member.worker_death_reported = True
             yield ProcessDeath(epoch, owner=True, retired=table.retired)
         elif table.died and not member.worker_death_reported:
@@ -181,7 +180,7 @@ class Tables:
             return CheckResult(sender, join, _compare(known.table, join.engine))
         if len(self._checks) >= MAX_CHECKS:
             reason = f"{MAX_CHECKS} engines join at the same time"
-            return CheckResult(sender, join, Refusal(reason, _AGAIN, retry=True))
+            return CheckResult(sender, join, Refusal(reason, RETRIED, retry=True))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         check = _TableCheck(sender, join, connection, self._clock() + FETCH_SECONDS)
         try:
@@ -233,10 +232,10 @@ class Tables:
             try:
                 swept = member.table.sweep(bits)
             except KvshmError as exc:  # its owner has overwritten it
-                logfmt.write(logging.WARNING, "not-swept", epoch=f"{epoch:016x}", reason=exc)
+                logfmt.write(Event.NOT_SWEPT, epoch=f"{epoch:016x}", reason=exc)
                 continue
             about = {"epoch": f"{epoch:016x}", "bits": f"{bits:#x}", "slots": swept}
-            logfmt.write(logging.DEBUG, "swept", **about)
+            logfmt.write(Event.SWEPT, **about)
 
 
 def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
@@ -249,18 +248,18 @@ def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
     """Say why a table could not be fetched."""
     if isinstance(exc, VersionMismatch):
-        return who_upgrades("layout", exc, engine.kvshm_version)
+        return refuse_version("layout", exc, engine.kvshm_version)
     if isinstance(exc, FileNotFoundError | ConnectionRefusedError | SegmentNotFound):
         reason = "its slot table cannot be fetched in the coordinator's run directory"
         return Refusal(reason, _SAME_DIRECTORY)
     if isinstance(exc, SegmentNotReady | BlockingIOError | TransportError):
-        return Refusal(str(exc), _AGAIN, retry=True)
+        return Refusal(str(exc), RETRIED, retry=True)
     if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the coordinator's limit of open files (ulimit -n)"
         return Refusal("no descriptors are left for its slot table", remedy, retry=True)
     if isinstance(exc, OSError) or isinstance(exc.__cause__, OSError):
         # The connection was reset, or descriptors or memory are short here: a later try may work.
-        return Refusal(str(exc), _AGAIN, retry=True)
+        return Refusal(str(exc), RETRIED, retry=True)
     return Refusal(str(exc), "restart the engine")
 
 

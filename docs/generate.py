@@ -1,5 +1,6 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py and their
-sources, the fields of kvshm/_base/fingerprint.py, the log lines of engines, the names of
+sources, the fields of kvshm/_base/fingerprint.py, the log lines of engines and the events of the
+coordinator, the names of
 kvshm/api.py (docs/api_page.py), the metrics of tools/metrics/definitions.py, the facts of
 docs/vllm-facts.toml, and the numbers of kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h,
 which states those numbers for C.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from logging import DEBUG, ERROR, INFO, WARNING
+from logging import DEBUG, ERROR, INFO, WARNING, getLevelName
 from pathlib import Path
 
 import api_page
@@ -29,6 +30,7 @@ from kvshm._base.log_lines import LogLine
 from kvshm._base.setting_sources import FILE_VARIABLE, ORDER
 from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
+from kvshm.coordinator.log_lines import Event
 from kvshm.hooks.log_lines import HookLine
 from kvshm.tools.metrics.definitions import GROUPS, LEFT_OUT, Metric
 from kvshm.transport.log_lines import TransportLine
@@ -47,6 +49,7 @@ METRIC_HEAD = ("metric", "type", "labels", "tells")
 ENGINE_LINES: tuple[type[LogLine], ...] = (CoreLine, HookLine, TransportLine)
 """What a process of an engine logs."""
 LINE_HEAD = ("line", "do")
+EVENT_HEAD = ("event", "level", "means", "do")
 SEVERITIES = {"Errors": ERROR, "Warnings": WARNING, "Information": INFO, "Debug": DEBUG}
 HEAD = ("setting", "accepts", "default", "what it does")
 FILE = (
@@ -104,13 +107,15 @@ def metrics(page: str) -> str:
 
 
 def operations(page: str) -> str:
-    """Return the page with the log lines that the code has, those of engines by severity."""
+    """Return the page with the log lines that the code has, those of engines by severity, and the
+    coordinator's events."""
     lines = [line for lists in ENGINE_LINES for line in lists]
     parts = (
         f"### {title}\n\n{_table((_line(one) for one in lines if one.level == level), LINE_HEAD)}\n"
         for title, level in SEVERITIES.items()
     )
-    return replaced(page, "log lines of engines", "".join(parts))
+    page = replaced(page, "log lines of engines", "".join(parts))
+    return replaced(page, "events of the coordinator", _table(map(_event, Event), EVENT_HEAD))
 
 
 def facts(page: str) -> str:
@@ -174,6 +179,10 @@ def _metric(metric: Metric) -> tuple[str, ...]:
 
 def _line(line: LogLine) -> tuple[str, str]:
     return f"`{shown(line.text)}`", line.remedy
+
+
+def _event(event: Event) -> tuple[str, ...]:
+    return f"`{event.id}`", getLevelName(event.level).lower(), event.text, event.remedy
 
 
 def shown(text: str) -> str:

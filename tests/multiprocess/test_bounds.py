@@ -193,6 +193,24 @@ def test_a_log_that_nobody_reads_delays_neither_engines_nor_the_end(node: Node) 
             os.close(write)
 
 
+HANGING_DISK = """
+import sys, threading
+from kvshm._base.log_file import LogFile
+LogFile.emit = lambda self, record: threading.Event().wait()
+from kvshm.coordinator.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_log_on_a_disk_that_hangs_delays_neither_engines_nor_the_end(node: Node) -> None:
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    log = ("--log-file", str(node.run_dir / "log"))
+    coordinator = node.processes.python("coordinator", "-c", HANGING_DISK, *place, *log)
+    FakeEngine(node, "a").joined()
+    assert coordinator.terminate() == 0
+    assert not str(coordinator.err)
+
+
 # -- folders
 
 

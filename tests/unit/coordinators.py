@@ -15,7 +15,7 @@ from kvshm.coordinator.actions import (
     Sender,
     SendReply,
 )
-from kvshm.coordinator.roster import State
+from kvshm.coordinator.roster import Schedule, State
 from kvshm.coordinator.state import decide
 from kvshm.interfaces import MemoryDescriptor
 
@@ -27,7 +27,8 @@ A = TypeVar("A")
 
 def new_state(*, grace_over: bool = True) -> State:
     """``grace_over``: no coordinator before it knew engines that may yet come back."""
-    return State(epoch=1, namespace="n", uid=UID, grace_over=grace_over)
+    schedule = Schedule(grace_over=grace_over)
+    return State(epoch=1, namespace="n", uid=UID, schedule=schedule)
 
 
 def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:

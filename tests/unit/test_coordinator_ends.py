@@ -100,7 +100,7 @@ def test_a_death_is_told_before_its_leases_are_swept() -> None:
     gone = EngineGone(coordinator_epoch=1, sequence=3, epoch=5, reason="process 5 died")
     assert actions[:2] == [SendBroadcast(b"f" * 32, gone), SweepBits(1 << 0)]
     [line] = only(actions, Log)
-    assert (line.event, line.fields["engine"]) == ("death", "e5")
+    assert (line.event.id, line.fields["engine"]) == ("death", "e5")
     assert actions[-1] == SweepFiles()
     assert len(actions) == 4
     assert set(state.engines) == {6}
@@ -237,17 +237,17 @@ def test_leftovers_are_looked_for_at_once_and_now_and_then() -> None:
 def test_log_levels_say_what_needs_attention() -> None:
     state = new_state()
     _, actions = join(state, engine(5))
-    assert [line.level for line in only(actions, Log)] == [logging.INFO]
+    assert [line.event.level for line in only(actions, Log)] == [logging.INFO]
     decide(state, ClockTick(), 2.0)
     (line,) = only(decide(state, ClockTick(), 3.5), Log)
-    assert (line.level, line.event) == (logging.WARNING, "suspected")
+    assert (line.event.level, line.event.id) == (logging.WARNING, "suspected")
 
 
 # -- a worker's end: a death, or the beginning of a stop
 
 
 def logged(actions: list[Action]) -> list[tuple[str, object]]:
-    return [(line.event, line.fields["reason"]) for line in only(actions, Log)]
+    return [(line.event.id, line.fields["reason"]) for line in only(actions, Log)]
 
 
 def with_workers() -> tuple[State, EngineInfo, list[Action]]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import select
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from kvshm._base.log_format import LineFormatter
-from kvshm.coordinator.logfmt import MAX_WAITING_BYTES, _LineWriter
+from kvshm.coordinator.logfmt import MAX_WAITING, _Descriptor, _Lines, _Queue
 
 LINE = "x" * 500
-LINES = LineFormatter("coordinator", as_json=False)
 PAGE = 4096
+PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -28,50 +29,88 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(fd)
 
 
-def log(lines: _LineWriter, count: int, text: str = LINE) -> None:
+def queue_to(fd: int) -> _Queue:
+    lines = _Lines("coordinator", as_json=False)
+    writer = _Descriptor(fd)
+    writer.setFormatter(lines)
+    return _Queue(lines, writer)
+
+
+def log(lines: logging.Handler, count: int, text: str = LINE) -> None:
     for number in range(count):
         lines.handle(logging.makeLogRecord({"name": "x", "msg": f"{number}:{text}"}))
 
 
-def read_all(read: int, lines: _LineWriter) -> str:
-    os.set_blocking(read, False)
+def read_until(read: int, end: str) -> list[str]:
     said = b""
-    with suppress(BlockingIOError):
-        while True:
-            said += os.read(read, PAGE)
-            lines.write_waiting()
-    return said.decode()
+    while end not in said.decode():
+        assert select.select([read], [], [], PATIENCE_SECONDS)[0], "nothing comes any more"
+        said += os.read(read, PAGE)
+    return said.decode().splitlines()
 
 
-def test_lines_that_nobody_reads_yet_wait_in_their_order(pipe: tuple[int, int]) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_unread_lines_wait_in_their_order(pipe: tuple[int, int], blocking: bool) -> None:
+    """Also where another program has made stderr non-blocking."""
     read, write = pipe
-    lines = _LineWriter(write, LINES)
+    os.set_blocking(write, blocking)
+    lines = queue_to(write)
     long = "y" * (3 * PAGE)
     log(lines, 100)
     log(lines, 1, long)
-    said = read_all(read, lines).splitlines()
+    lines.handle(logging.makeLogRecord({"name": "x", "msg": "0:%s", "args": ("last",)}))
+    said = read_until(read, "0:last\n")
     assert [line.partition("message=")[2] for line in said] == [
         *(f"{number}:{LINE}" for number in range(100)),
         f"{f'0:{long}'[:1000]}...",
+        "0:last",
     ]
 
 
-def test_lines_without_end_are_counted_and_lost(pipe: tuple[int, int]) -> None:
+def test_line_waits_where_another_process_fills_the_pipe_first(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, write = pipe
-    lines = _LineWriter(write, LINES)
-    count = 2 * MAX_WAITING_BYTES // len(LINE)
+    os.set_blocking(write, False)
+    real, others = os.write, [bytes(PAGE)]
+
+    def write_behind_another(fd: int, data: bytes) -> int:
+        while others:
+            real(write, others.pop())
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write_behind_another)
+    log(queue_to(write), 1, "late")
+    assert "0:late" in read_until(read, "late\n")[-1]
+
+
+def test_lines_beyond_the_bound_are_counted_and_lost(pipe: tuple[int, int]) -> None:
+    read, write = pipe
+    lines = queue_to(write)
+    count = 2 * MAX_WAITING
     log(lines, count)
-    said = read_all(read, lines)
-    *kept, last = said.splitlines()
+    *kept, last = read_until(read, "hang")
     assert f"event=lines-lost lines={count - len(kept)} " in last
-    assert len(said) > MAX_WAITING_BYTES
+    assert MAX_WAITING <= len(kept) <= MAX_WAITING + PAGE // len(LINE) + 1
     log(lines, 1, "read again")
-    assert "read again" in read_all(read, lines)
+    assert len(read_until(read, "read again")) == 1
 
 
-def test_lines_for_nobody_raise_nothing(pipe: tuple[int, int]) -> None:
+def test_lines_without_a_reader_are_dropped(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _LineWriter(write, LINES)
+    lines = queue_to(write)
     os.close(read)
     log(lines, 100)
-    lines.write_waiting(patience=1.0)
+    begin = time.monotonic()
+    lines.drain(begin + PATIENCE_SECONDS)
+    assert time.monotonic() - begin < PATIENCE_SECONDS
+
+
+def test_last_line_gives_up_where_nobody_reads(pipe: tuple[int, int]) -> None:
+    _, write = pipe
+    os.write(write, bytes(PAGE))
+    _Descriptor(write).write("never", until=time.monotonic())
+    lines = queue_to(write)
+    log(lines, 1)
+    lines.drain(time.monotonic())
+    assert lines.queue.unfinished_tasks == 1

@@ -165,7 +165,7 @@ class Anything(RuleBasedStateMachine):
             if worker_first:
                 self.obey(decide(self.state, ProcessDeath(epoch, owner=False), self.now))
             self.ends(epoch)
-        if number in self.known and self.state.grace_over:
+        if number in self.known and self.state.schedule.grace_over:
             assert not any(number in holders for holders in self.dirty), "leases of the dead"
 
     def ends(self, epoch: int) -> None:
@@ -178,7 +178,7 @@ class Anything(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.obey(decide(self.state, ClockTick(), self.now))
-        if self.state.grace_over:
+        if self.state.schedule.grace_over:
             assert not any(DEAD_BEFORE in holders for holders in self.dirty)
 
     @invariant()

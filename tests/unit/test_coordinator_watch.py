@@ -242,7 +242,7 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
     server.run(lambda: clock.now - begin > timing.grace_seconds + 10 * timing.heartbeat_seconds)
     server.close()
     os.close(wake)
-    assert state.grace_over
+    assert state.schedule.grace_over
     gaps = [b - a for a, b in pairwise(looks)]
     before = [gap for gap, at in zip(gaps, looks, strict=False) if at < 0.99 * timing.grace_seconds]
     assert max(before) == pytest.approx(timing.return_tick_seconds)

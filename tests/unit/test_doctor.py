@@ -19,7 +19,7 @@ from kvshm._base.ids import Epoch
 from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
 from kvshm._shm.traffic import Traffic
-from kvshm.coordinator.joining import who_upgrades
+from kvshm.coordinator.joining import refuse_version
 from kvshm.errors import ConfigError, VersionMismatch
 from kvshm.tools.doctor import devices, engines, machine, place
 from kvshm.tools.doctor.bundle import redactor, write_bundle
@@ -230,7 +230,7 @@ def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Serv
     values = "is fp8 here, auto there"
     two[0].table.log_error("b", "kv_dtype", values, code=ErrorCode.CANNOT_SHARE)
     mismatch = VersionMismatch("protocol", 4, 3)
-    refusal = who_upgrades("protocol", mismatch, "9.0")
+    refusal = refuse_version("protocol", mismatch, "9.0")
     two[1].table.log_error(refusal.remedy, refusal.reason, code=ErrorCode.REFUSED)
     seen = look(served)
     assert engines.fingerprints(seen) == (

@@ -1,4 +1,4 @@
-"""Every line that an engine logs stands in a list, each list in docs/operations.md."""
+"""Every line of engines and coordinator stands in a list, each list in docs/operations.md."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.log_lines import LogLine
+from kvshm.coordinator.log_lines import Event
 from kvshm.hooks.log_lines import HookLine
 from kvshm.transport.log_lines import TransportLine
 
 ROOT = Path(__file__).parents[2]
-LISTS: tuple[type[LogLine], ...] = (CoreLine, HookLine, TransportLine)
+LISTS: tuple[type[LogLine], ...] = (CoreLine, HookLine, TransportLine, Event)
 LEVELS = {"debug", "info", "warning", "error", "critical", "exception", "log"}
 THE_LOG = {"log.py", "log_file.py", "log_output.py"}
 """Modules of kvshm/_base that the loggers are made of."""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("kvshm", "hooks", "transport"):
+    for folder in ("kvshm", "hooks", "transport", "coordinator"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not path.name.endswith("_lines.py"):
                 yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
@@ -94,6 +95,6 @@ def test_each_call_fills_the_places_of_its_line() -> None:
     assert right > 60
 
 
-def test_the_page_has_the_lines_of_engines() -> None:
+def test_the_page_has_all_lines() -> None:
     page = (ROOT / "docs/operations.md").read_text()
     assert runpy.run_path(str(ROOT / "docs/generate.py"))["operations"](page) == page, "make docs"

@@ -1,5 +1,4 @@
-"""docs/operations.md lists every event that the coordinator logs, and every reason for which an
-engine does not share."""
+"""docs/operations.md lists every reason for which an engine does not share."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
-EVENTS = {"Log", "report", "write", "_write", "_record", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
     "weights", "transformers/parts", "transformers/refusals",
@@ -64,30 +62,14 @@ def reasons() -> set[str]:
     return {reason for reason in found if reason is not None and " " in reason}
 
 
-def events() -> set[str]:
-    strings = (
-        argument.value
-        for call in calls(("coordinator",), EVENTS)
-        for argument in call.args[:2]
-        if isinstance(argument, ast.Constant)
-    )
-    return {str(event) for event in strings}
-
-
 @pytest.mark.parametrize("reason", sorted(reasons()))
 def test_page_lists_reason_for_not_sharing(reason: str) -> None:
     assert any(listed.startswith(reason.split(".…")[0]) for listed in LISTED)
 
 
-@pytest.mark.parametrize("event", sorted(events()))
-def test_page_lists_event_of_the_coordinator(event: str) -> None:
-    assert event in LISTED
-
-
-def test_reasons_and_events_are_found_in_the_source() -> None:
+def test_reasons_are_found_in_the_source() -> None:
     assert len(reasons()) > 30
     assert "the model is a pooling model" in reasons()
-    assert {"join", "death", "suspected", "garbled"} <= events()
 
 
 def test_the_page_says_which_lines_name_an_engine_without_its_epoch() -> None:
