@@ -20,12 +20,7 @@ from .exports.pending_blocks import CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
 from .identity.fields import scheduler_fields
 from .identity.groups import groups_of
-from .imports.held_requests import (
-    compute_lost,
-    compute_lost_anyway,
-    end_all_loads,
-    free_stuck,
-)
+from .imports import held_requests
 from .imports.importer import RequestImporter
 from .imports.pool_room import PoolRoom
 from .imports.prompt_tokens import PromptTokens
@@ -154,7 +149,7 @@ class SchedulerSide:
 
     def _give_up_loads(self) -> set[str]:
         """End all loads under way, without a step; returns the requests whose loads have ended."""
-        return end_all_loads(self.importer, self.epochs.ranks, self.epochs.reset)
+        return held_requests.end_all_loads(self.importer, self.epochs.ranks, self.epochs.reset)
 
     # -- epochs
 
@@ -232,9 +227,9 @@ class SchedulerSide:
             self._option_checks.step_built(new, vllm.scheduler.requests)
         self._idle_since = None if tokens else self._idle_since or time.monotonic()
         if self.importer.held:
-            compute_lost(self.importer, self.tracker, self._vllm, self.epochs.ranks)
+            held_requests.compute_lost(self.importer, self.tracker, self._vllm, self.epochs.ranks)
         if not tokens and self.importer.unscheduled:
-            free_stuck(self._vllm, self.importer, self.cache)
+            held_requests.free_stuck(self._vllm, self.importer, self.cache)
         news = not tokens or self.epochs.descriptions.wanted or self.importer.step.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
@@ -294,7 +289,9 @@ class SchedulerSide:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
             patience = self.importer.at_once.step_built()
             self.importer.step_dispatched()
-            compute_lost_anyway(self.importer, self.tracker, self._vllm, self.epochs.ranks)
+            held_requests.compute_lost_anyway(
+                self.importer, self.tracker, self._vllm, self.epochs.ranks
+            )
         except Exception as exc:  # perhaps the same error again
             if not self.importer.step_waits:
                 return StepMetadata(step=0)
