@@ -55,8 +55,8 @@ MAY = {
 }
 READS = (
     "WRITABLE age_seconds alive check_integrity checksum close count_blocks died errors heartbeat "
-    "in_use "
-    "loads_since missing_in progress is_alive kept_until lease_bit leases_taken life name nbytes now "
+    "in_use loads_since missing_in progress "
+    "is_alive kept_until lease_bit leases_taken life name nbytes now "
     "owner_begun owner_died retired seconds_left slot slots"
 )
 """What all roles may do, besides what MAY lists."""
