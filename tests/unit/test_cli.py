@@ -16,7 +16,8 @@ import pytest
 from kvshm._base.ids import BlockHash, BlockId, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools import cli, dump_index
-from kvshm.tools.report import Filters, Json
+from kvshm.tools.output import Json
+from kvshm.tools.report import Filters
 
 from .served import ServedNode
 
