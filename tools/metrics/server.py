@@ -53,7 +53,11 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._began: dict[socket.socket, float] = {}
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self.address_family, address = found[0][0], found[0][4][:2]
-        super().__init__((str(address[0]), port), _Handler)
+        where = str(address[0]), port
+        try:
+            super().__init__(where, _Handler)
+        except OSError as exc:
+            raise OSError(exc.errno, f"cannot listen on {where}: {exc.strerror}") from exc
         self.set_app(self._app)
 
     def serve(self) -> None:
