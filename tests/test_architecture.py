@@ -269,7 +269,7 @@ def test_no_file_and_no_function_grows_too_long() -> None:
 DATA = {"NamedTuple", "Struct", "Enum", "StrEnum", "IntEnum", "Flag", "IntFlag"}
 STILL_TOO_WIDE = {
     "AttachmentCache", "BlockTracker", "CoordinatorSession", "CudaIpcTransport", "FdServer",
-    "Peers", "RankHalf", "RankLoad", "SchedulerHalf", "State", "TableHeader", "WorkerSide",
+    "Peers", "RankHalf", "RankLoad", "SchedulerHalf", "TableHeader", "WorkerSide",
 }  # fmt: skip
 """Classes that are being cut.  A class that is no longer too wide must leave."""
 
