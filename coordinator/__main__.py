@@ -48,8 +48,7 @@ no file has been made by then.
 
 
 def _config(argv: Sequence[str] | None) -> Config:
-    """The settings.  Options override the environment variables and the file, and are checked in
-    the same way.  Raises ConfigError."""
+    """Return the settings; options override variables and file.  Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="kvshm-coordinator",
         description="Knows the vLLM engines of this machine that share their prefix caches.",
@@ -107,8 +106,7 @@ class _Signals:
 
 
 def _end_exhausted(exc: Exhausted) -> NoReturn:
-    """End the process without closing anything first: the kernel does that faster, and needs
-    neither descriptors nor memory for it."""
+    """End the process without closing anything: the kernel needs no descriptors for that."""
     next_step = "once it has been restarted" if os.environ.get(VARIABLE) else "if it is restarted"
     logfmt.end(f"kvshm-coordinator: {exc}; engines serve on, and join {next_step}")
     os._exit(EXIT_EXHAUSTED)

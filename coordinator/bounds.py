@@ -23,8 +23,7 @@ MAX_DESCRIPTORS = 2048
 MAX_MEMORY = 512 << 20
 """Bytes of the process's private memory, without memory that it shares with engines."""
 FEW_DESCRIPTORS = 512
-"""With a lower limit, hundreds of connections within a millisecond are accepted before the bound is
-checked."""
+"""With a lower limit, a burst of connections may use up the rest between two checks."""
 EXHAUSTED_SECONDS = 1.0
 """How long MAX_DESCRIPTORS may be exceeded: a burst of clients passes."""
 
@@ -93,9 +92,8 @@ class Bounds:
 
     @classmethod
     def within_a_program(cls, clock: Callable[[], float] = time.monotonic) -> Bounds:
-        """For a process with other work, which keeps its limits: descriptors are counted with those
-        of the process, since libzmq would abort it without; memory is not, since the part of
-        clients is unknown."""
+        """For a process with other work: its limit stays, its own descriptors count on top of the
+        bound, and its memory is not bounded, since the clients' part of it is unknown."""
         return cls(MAX_DESCRIPTORS + num_open_descriptors(), None, clock)
 
     @property

@@ -2,9 +2,7 @@
 engines.  Engines of other processes find it as they find the program.
 
 Nothing of the process is changed: no signal, no umask, no limit and no handler of logging.  The
-lines go to the logger ``kvshm.coordinator``.  Other than the program it does not look at memory,
-which it cannot tell from the rest of the process: a sender in the run directory that never stops
-may fill it.
+lines go to the logger ``kvshm.coordinator``.  What clients make it keep in memory is not bounded.
 """
 
 from __future__ import annotations

@@ -183,8 +183,7 @@ def start(level: str, log_format: str = "text", log_file: str = "") -> None:
 
 
 def end(text: str = "") -> None:
-    """Write the waiting lines, then ``text``: why the coordinator cannot serve.
-    Blocks for LAST_SECONDS at most."""
+    """Write the waiting lines, then why the coordinator ends.  Blocks for LAST_SECONDS at most."""
     until = time.monotonic() + LAST_SECONDS
     for log in _started:
         log.waiting.drain(until)

@@ -22,8 +22,7 @@ MAX_REPORTS = 1000
 MAX_REASON = 200
 """Characters of a reason by which reports differ."""
 MAX_ENDED = 1024
-"""Ended epochs that are remembered.  A late message of an older epoch would have been under way
-while a thousand later epochs ended."""
+"""Ended epochs that are remembered: messages that are under way are of later ones."""
 
 
 @dataclass
@@ -63,15 +62,13 @@ class State:
     engines: dict[int, Engine] = field(default_factory=dict)
     """The roster, by epoch."""
     topics: dict[bytes, int] = field(default_factory=dict)
-    """Fingerprint -> sequence of its last broadcast; kept for a while after the last engine has
-    gone."""
+    """Fingerprint -> sequence of its last broadcast."""
     idle_topics: set[bytes] = field(default_factory=set)
     """Topics that had no engine at the last look."""
     ended: dict[int, None] = field(default_factory=dict)
     """The last epochs that left the roster for good, oldest first."""
     ended_by_worker: dict[int, tuple[Engine, float]] = field(default_factory=dict)
-    """Epochs that ended with a worker's process, and until when their engine may send a Leave,
-    which shows that the worker did not crash."""
+    """Epochs that ended with a worker's process, and until when a Leave shows a clean end."""
     kept: set[int] = field(default_factory=set)
     """Epochs whose tables the shell keeps."""
     schedule: Schedule = field(default_factory=Schedule)
@@ -109,8 +106,7 @@ class State:
         return actions
 
     def report(self, sender: Sender, event: Event, reason: str, **fields: object) -> list[Action]:
-        """Count a message that was dropped or refused; return a log line for the first of its
-        kind from this sender."""
+        """Count a dropped or refused message; return a line for the sender's first of a kind."""
         self.num_reports += 1
         reason = reason[:MAX_REASON]
         key = (sender.pid, f"{event.id} {reason}" if fields else event.id)

@@ -101,8 +101,7 @@ class Tables:
             self._checks.pop(number).connection.close()
 
     def forget_in_child(self) -> None:
-        """In a forked child: close the inherited tables and connections.  The server forgets its
-        sockets by itself."""
+        """In a forked child: close the inherited tables and connections, but for the server's."""
         for member in self._members.values():
             member.close()
         for check in self._checks.values():
@@ -141,8 +140,7 @@ class Tables:
                     connection.recv(1)  # engines send nothing here: drop it
 
     def look(self) -> Iterator[Input]:
-        """Check all tables, about once a second: a worker's death closes no connection.  Shows in
-        each table that the coordinator goes round."""
+        """Check all tables, about once a second, and show in each that the coordinator works."""
         now, offset = self._clock(), clock_offset_ns()
         for number, check in list(self._checks.items()):
             if now >= check.until:
@@ -172,8 +170,7 @@ class Tables:
     # -- before a join
 
     def check(self, sender: Sender, join: Join) -> Input | None:
-        """Ask the engine for its table.  Returns the result if it is known at once; else ``read``
-        or ``look`` yields it."""
+        """Ask the engine for its table.  Returns None if ``read`` or ``look`` yields the result."""
         epoch = join.engine.epoch
         known = self._members.get(epoch)
         if known is not None and known.pid == sender.pid and known.connection is not None:

@@ -130,7 +130,7 @@ def test_topics_are_numbered_apart_and_incompatible_engines_named_most_alike_fir
 def test_refused_at_once(subtests: pytest.Subtests) -> None:
     for sender, change, reason, remedy in [
         (Sender(b"r", UID + 1, 5), {}, "uid 1001", "one user"),
-        (Sender(b"r", -1, -1), {}, "does not tell", "libzmq"),
+        (Sender(b"r", -1, -1), {}, "does not name", "libzmq"),
         (None, {"fingerprint": b"short"}, "malformed", "bug"),
         (None, {"fingerprint": bytes(33)}, "malformed", "bug"),
         (None, {"ranks": []}, "malformed", "bug"),
