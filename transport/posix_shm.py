@@ -34,7 +34,7 @@ from kvshm._shm.descriptors import (
     Request,
     ask,
 )
-from kvshm._shm.fds import check_sealed, close_all, peer_has_closed, sibling_socket
+from kvshm._shm.fds import close_all, flaw_of, peer_has_closed, sibling_socket
 from kvshm.config import Fault
 from kvshm.errors import SegmentNotFound, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
@@ -66,7 +66,8 @@ def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mma
         raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
     try:
         for fd in fds:
-            check_sealed(fd, "the peer's KV memory", None, TransportError)
+            if flaw := flaw_of(fd, "the peer's KV memory"):
+                raise TransportError(flaw)
         mappings = [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc

@@ -55,7 +55,7 @@ MAY = {
 }
 READS = (
     "WRITABLE age_seconds alive check_integrity checksum close count_blocks died errors heartbeat "
-    "in_use "
+    "in_use name "
     "loads_since missing_in progress is_alive kept_until lease_bit leases_taken life nbytes now "
     "owner_begun owner_died retired seconds_left slot slots"
 )
