@@ -13,11 +13,18 @@ from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.core_lines import CoreLine
-from kvshm._base.extra_config import CONNECTOR as CONNECTOR
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.log_lines import FilledLine
 
 from ..log_lines import HookLine
+from .transfer_config import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    beside,
+    ensure_recompute,
+    register,
+    with_connector,
+)
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -26,13 +33,6 @@ if TYPE_CHECKING:
 
 log = logger("kvshm")
 
-CONNECTOR_MODULE = "kvshm.hooks.connector"
-OUR_CONNECTOR: dict[str, Any] = {
-    "kv_connector": CONNECTOR,
-    "kv_connector_module_path": CONNECTOR_MODULE,
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 TOUCHPOINT = "_post_init_kv_transfer_config"
 
 _STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
@@ -76,28 +76,6 @@ def activate() -> None:
         reason = unexpected(exc)
     if reason is not None:
         _decline(reason, config)
-
-
-def register() -> None:
-    """Make the connector known by name (MultiConnector looks its children up by name)."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
-        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    except ValueError:
-        # Registered already: a forked child inherits the registry, plugins run again.
-        return
-
-
-def ensure_recompute(transfer: KVTransferConfig) -> FilledLine | None:
-    """Make vLLM recompute failed loads instead of failing their request: a block may vanish between
-    match and copy.  Returns what to log if this changed the policy.  Call before vLLM's Scheduler
-    reads the policy: in the plugin, and in the connector's constructor for engines without it."""
-    policy = transfer.kv_load_failure_policy
-    if policy == "recompute":
-        return None
-    transfer.kv_load_failure_policy = "recompute"
-    return HookLine.RECOMPUTE.fill(policy)
 
 
 def _wrap() -> None:
@@ -165,9 +143,11 @@ def _configure(vllm_config: VllmConfig) -> None:
         if other is None:  # vLLM does not start with a configuration that names no connector
             vllm_config.kv_transfer_config = None
         return
-    combined = _with_connector(transfer, config) if other is None else _combined(other)
+    combined = with_connector(transfer, config) if other is None else beside(other)
     _prepare_shutdown(config)
     vllm_config.kv_transfer_config = combined
+    if other is not None:
+        _log_once(HookLine.BESIDE.fill(other.kv_connector))
     _log_once(HookLine.INSTALLED.fill())
 
 
@@ -215,28 +195,6 @@ def touchpoint_refusal() -> str | None:
         return unexpected(exc)
     unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
     return f"this vLLM requires connectors to have {unknown}" if unknown else None
-
-
-def _with_connector(transfer: KVTransferConfig | None, config: Config) -> KVTransferConfig:
-    """Return a configuration that names no connector with kvshm's; the kv_role stays the user's."""
-    from dataclasses import replace
-
-    from vllm.config import KVTransferConfig
-
-    transfer = transfer or KVTransferConfig()
-    # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
-    role = transfer.kv_role or ("kv_both" if config.imports else "kv_producer")
-    return replace(transfer, **OUR_CONNECTOR | {"kv_role": role})
-
-
-def _combined(other: KVTransferConfig) -> KVTransferConfig:
-    from kvshm._base.extra_config import own_settings
-
-    from .multi_connector import combined_config
-
-    own = own_settings(other.kv_connector, other.kv_connector_extra_config)
-    _log_once(HookLine.BESIDE.fill(other.kv_connector))
-    return combined_config(other, OUR_CONNECTOR | {"kv_connector_extra_config": dict(own)})
 
 
 def _decline(reason: str, config: Config | None = None, vllm_config: Any = None) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from local_node import EngineSpec, clean_environment
 from sharing_node import observe
 
-from kvshm.hooks.vllm.plugin import OUR_CONNECTOR
+from kvshm.hooks.vllm.transfer_config import OUR_CONNECTOR
 
 from .engines import SharedNode
 from .odd_vllm import linked_vllm, rename, with_version
@@ -35,7 +35,7 @@ import vllm.logger
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.vllm.plugin import OUR_CONNECTOR
+from kvshm.hooks.vllm.transfer_config import OUR_CONNECTOR
 config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**OUR_CONNECTOR))
 made = KvshmConnector(config, KVConnectorRole.SCHEDULER, None)
 print(type(made).__name__, made.get_num_new_matched_tokens(None, 0))

@@ -38,7 +38,8 @@ from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.groups import STATE
 from kvshm.hooks.vllm.identity.refusals import cache_refusal, config_refusal, layers_refusal
 from kvshm.hooks.vllm.plain_connector import plain_connector
-from kvshm.hooks.vllm.plugin import OUR_CONNECTOR, touchpoint_refusal
+from kvshm.hooks.vllm.plugin import touchpoint_refusal
+from kvshm.hooks.vllm.transfer_config import OUR_CONNECTOR
 
 from .conftest import Lines
 from .scheduling import BLOCK_SIZE, Make, prompt
