@@ -56,7 +56,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     start_reaper()
     settings = {"KVSHM_FAULT": options.fault, "KVSHM_VERIFY": "0"} if options.fault else {}
-    node = ChaosNode(options.engines, options.ranks, options.seed, **settings)
+    node = ChaosNode(options.ranks, options.seed, **settings)
     faults = Faults(node)
     with ExitStack() as last:
         last.callback(shutil.rmtree, node.node.run_dir, ignore_errors=True)
@@ -64,7 +64,7 @@ def main() -> int:
         last.callback(_kill_ranks, node)
         last.callback(faults.undo, everything=True)
         print(f"chaos in {node.node.run_dir}, namespace {node.node.namespace}", flush=True)
-        node.start()
+        node.start(options.engines)
         found = run(node, faults, options)
     return tell(found, options)
 

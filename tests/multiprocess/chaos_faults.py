@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .chaos_node import ENGINE, ENGINE_POINTS, RANK_POINTS, ChaosNode, Member, Worker
 from .chaos_schedule import Fault
-from .processes import remove_afterwards
+from .processes import is_stopped, remove_afterwards
 
 SHM = Path("/dev/shm")
 GREEDY = str(Path(__file__).with_name("chaos_greedy.py"))
@@ -96,7 +96,12 @@ class Faults:
     def _note_stop(
         self, who: Member | Worker, pid: int, send: Callable[[signal.Signals], None]
     ) -> None:
-        if ":stop" not in who.point or self._held[pid] or not _is_stopped(pid):
+        if ":stop" not in who.point or self._held[pid]:
+            return
+        try:
+            if not is_stopped(pid):
+                return
+        except OSError:  # it has ended
             return
         self._node.reached[who.point] += 1
         who.point = ""
@@ -343,14 +348,6 @@ def _link(path: Path) -> str:
         return os.readlink(path)
     except OSError:
         return ""
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _is_regular(path: Path) -> bool:

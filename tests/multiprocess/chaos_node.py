@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from kvshm._base.rundir import command_endpoint
 from kvshm._base.syncpoints import VARIABLE
 from kvshm._node.protocol import Heartbeat, encode
 
-from .processes import Managed, Node, Processes
+from .processes import Managed, Node, Processes, has_ended
 
 ENGINE = str(Path(__file__).with_name("chaos_engine.py"))
 ENGINE_POINTS = (
@@ -98,7 +97,7 @@ class Worker:
 
     @property
     def runs(self) -> bool:
-        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+        return self.pidfd >= 0 and not has_ended(self.pidfd)
 
 
 @dataclass
@@ -169,35 +168,62 @@ class Member:
             self.process.say(what)
 
 
+class Pinger:
+    """Asks the coordinator each second, by a connection of its own, whether it answers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._socket = self._connect()
+        self._asked: Member | None = None
+        self._asked_at = 0.0
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._endpoint)
+        return socket
+
+    def ping(self, coordinator: Member) -> None:
+        """Note its answers, whenever they come, and ask again once a second."""
+        now = time.monotonic()
+        if self._asked is not coordinator:
+            self._socket.close()
+            self._socket = self._connect()
+            self._asked, self._asked_at = coordinator, 0.0
+        if now >= self._asked_at + 1.0:
+            self._asked_at = now
+            self._socket.send(encode(Heartbeat(epoch=77, sequence=0)))
+        while self._socket.poll(0):
+            self._socket.recv()
+            coordinator.heard_at = now
+
+
 class ChaosNode:
     """Engines and the coordinator of one namespace, kept running from ``start`` on."""
 
-    def __init__(self, engines: int, ranks: int, seed: int, **settings: str) -> None:
+    def __init__(self, ranks: int, seed: int, **settings: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks whose engine is gone come to us
         self._before = _children()  # the reaper
         self.processes = Quiet()
         self.node = Node(self.processes)
-        self.settings, self.seed = settings, seed
-        self._num_engines, self._num_ranks = engines, ranks
-        self.started = 0
+        self.settings, self._num_ranks = settings, ranks
+        self.started = seed * 10_000
         self.bystanders: list[dict[str, Any]] = []
         self.totals: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self.violations: list[str] = []
         self.everybody: list[Worker] = []
         self.coordinator: Member | None = None
         self.coordinator_due = 0.0
-        self._asked: Member | None = None
-        self._asked_at = 0.0
-        self._socket = self._connect()
+        self._pinger = Pinger(command_endpoint(self.node.run_dir, self.node.namespace))
         self.engines: list[Member] = []
         self.reached: Counter[str] = Counter()
         """How often processes have stopped or died at each sync point."""
 
     # -- start
 
-    def start(self) -> None:
+    def start(self, engines: int) -> None:
         self.start_coordinator()
-        for _ in range(self._num_engines):
+        for _ in range(engines):
             self.engines.append(self.start_engine())
 
     def start_engine(self, point: str = "") -> Member:
@@ -210,7 +236,7 @@ class ChaosNode:
             **({VARIABLE: point} if point else {}),
             **self.settings,
         }
-        argv = (ENGINE, "--seed", str(self.seed * 10_000 + self.started))
+        argv = (ENGINE, "--seed", str(self.started))
         name = f"engine-{self.started}"
         process = self.processes.start(
             name, sys.executable, *argv, "--ranks", str(self._num_ranks), environ=environ
@@ -348,27 +374,6 @@ class ChaosNode:
                 found[engine.name] = sum(bool(slot.leases) for slot in table.slots())
         return +found
 
-    # -- whether the coordinator answers
-
     def ping(self) -> None:
-        """Ask the coordinator, by a connection of its own, whether it answers, each second; an
-        answer counts whenever it comes."""
-        coordinator, now = self.coordinator, time.monotonic()
-        if coordinator is None:
-            return
-        if self._asked is not coordinator:
-            self._socket.close()
-            self._socket = self._connect()
-            self._asked, self._asked_at = coordinator, 0.0
-        if now >= self._asked_at + 1.0:
-            self._asked_at = now
-            self._socket.send(encode(Heartbeat(epoch=77, sequence=0)))
-        while self._socket.poll(0):
-            self._socket.recv()
-            coordinator.heard_at = now
-
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(command_endpoint(self.node.run_dir, self.node.namespace))
-        return socket
+        if self.coordinator is not None:
+            self._pinger.ping(self.coordinator)

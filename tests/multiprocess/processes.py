@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from typing import IO
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_sockets
 from kvshm._node.handout import Handouts
+from kvshm._shm.slot_table import SlotTableView
 
 from ..sessions import new_namespace
 
@@ -147,7 +149,7 @@ class Managed:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it, and none has let it go on since."""
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return is_stopped(self.pid)
 
     def kill(self) -> None:
         """SIGKILL, then reap."""
@@ -287,6 +289,24 @@ def wait_until(holds: Callable[[], bool], what: str, patience: float = PATIENCE_
     while not holds():
         assert time.monotonic() < deadline, f"never came about: {what}"
         pause.wait(0.02)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process.  Raises OSError if there is none."""
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def lease_bits(table: SlotTableView) -> int:
+    """The lease bits that are set anywhere in a table, as a mask."""
+    found = 0
+    for slot in table.slots():
+        found |= slot.leases
+    return found
 
 
 def leave_socket(path: Path) -> None:

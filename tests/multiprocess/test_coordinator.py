@@ -10,20 +10,11 @@ import pytest
 from kvshm._base.ids import Rank
 from kvshm._base.rundir import rank_socket, tables_socket
 from kvshm._shm.counters import SWEPT
-from kvshm._shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything, in_turn
-from .processes import Node, leave_socket, wait_until
+from .processes import Node, lease_bits, leave_socket, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-
-def leases(table: SlotTableView) -> int:
-    """All lease bits set anywhere in a table."""
-    held = 0
-    for slot in table.slots():
-        held |= slot.leases
-    return held
 
 
 # -- coming and going
@@ -139,7 +130,7 @@ def test_death_withdraws_sweeps_and_clears_up(node: Node) -> None:
     assert not gone["usable"], "withdrawn before anybody was told"
     coordinator.wait_err("event=death engine=dying")
     assert not table.is_alive(Rank(0))
-    assert leases(living.table()) == 0
+    assert lease_bits(living.table()) == 0
     wait_until(lambda: not left.exists(), "what lies there of the dead is removed")
     # Its death is known before the kernel has closed what it served: then it is swept once more.
     wait_until(lambda: node.sockets() == [living.started["epoch"]], "its own socket as well")
@@ -183,14 +174,14 @@ def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
     leaving.do("new-epoch")
     assert staying.heard("engine_gone", epoch=epoch)["reason"] == "left"
     coordinator.wait_err("event=leave engine=leaving")
-    assert leases(table) == 1 << leaving.joined(mark)["bit"], "something of it may be under way"
+    assert lease_bits(table) == 1 << leaving.joined(mark)["bit"], "something of it may be under way"
     assert not coordinator.err.matching(lambda line: "event=death" in line)
     leaving.end()
     staying.heard("engine_gone", epoch=leaving.joined(mark)["epoch"])
-    assert leases(table) != 0
+    assert lease_bits(table) != 0
     worker.close()
     wait_until(lambda: table.counters.read(SWEPT) > 0, "the leases of the processes are swept")
-    assert leases(table) == 0
+    assert lease_bits(table) == 0
     assert table.counters.read(SWEPT) == 1
 
 
@@ -205,12 +196,12 @@ def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> N
     held, table = other.table(), stopped.table()
     stopped.process.signal(signal.SIGSTOP)
     other.heard("engine_suspected", epoch=epoch)
-    assert leases(held) == 1 << stopped.joined()["bit"]
+    assert lease_bits(held) == 1 << stopped.joined()["bit"]
     assert table.is_alive(Rank(0))
     assert node.handouts.table_from_coordinator(epoch).epoch == epoch, "which answers for it"
     stopped.process.signal(signal.SIGCONT)
     other.heard("engine_recovered", epoch=epoch)
-    assert leases(held) == 1 << stopped.joined()["bit"]
+    assert lease_bits(held) == 1 << stopped.joined()["bit"]
     assert not other.all_heard("engine_gone")
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvshm._base.ids import Rank
-from kvshm._shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, fresh_node, lease_bits, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
@@ -33,13 +32,6 @@ def inside(outside: Managed) -> int:
     """The pid here of what is process 1 of its namespace."""
     children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text("ascii")
     return int(children.split()[0])
-
-
-def leases(table: SlotTableView) -> int:
-    held = 0
-    for slot in table.slots():
-        held |= slot.leases
-    return held
 
 
 def three(node: Node, apart: bool) -> list[FakeEngine]:
@@ -61,13 +53,13 @@ def only_the_dead_is_gone(exporter: FakeEngine, dying: FakeEngine, living: FakeE
     held, ended = exporter.table(), dying.table()
     bits = {engine.name: engine.joined()["bit"] for engine in (exporter, dying, living)}
     assert len({*bits.values(), -1}) == 4
-    assert leases(held) == 1 << bits["dying"] | 1 << bits["living"]
+    assert lease_bits(held) == 1 << bits["dying"] | 1 << bits["living"]
     dying.process.kill()
     wait_until(lambda: not ended.is_alive(Rank(0)), "the kernel has marked it")
     for engine in (exporter, living):
         gone = engine.heard("engine_gone", epoch=dying.started["epoch"])
         assert gone["reason"].endswith("died")
-    wait_until(lambda: leases(held) == 1 << bits["living"], "the leases of the dead are swept")
+    wait_until(lambda: lease_bits(held) == 1 << bits["living"], "the leases of the dead are swept")
     living.do("publish", blocks=[3])
     exporter.heard("engine_events", epoch=living.started["epoch"], blocks=[3])
     for engine in (exporter, living):
@@ -107,12 +99,12 @@ def test_a_coordinator_restarted_in_another_namespace_gives_everybody_his_bit(no
     bits = [engine.joined()["bit"] for engine in engines]
     marks = [engine.mark() for engine in engines]
     held = engines[0].table()
-    before = leases(held)
+    before = lease_bits(held)
     first.kill()
     second = node.coordinator(python=APART)
     again = [engine.joined(mark)["bit"] for engine, mark in zip(engines, marks, strict=True)]
     assert again == bits
-    assert leases(held) == before
+    assert lease_bits(held) == before
     held.close()
     os.kill(inside(second), signal.SIGTERM)
     assert second.wait() == 0

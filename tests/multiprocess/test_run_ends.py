@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .processes import PATIENCE_SECONDS, wait_until
+from .processes import PATIENCE_SECONDS, has_ended, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,10 +23,6 @@ sys.exit(pytest.main(sys.argv[1:]))
 """Runs pytest as from a terminal: a shell that starts this run with ``&`` has it, and what it
 starts, ignore SIGINT."""
 NEVER_ENDS = str(Path(__file__).with_name("never_ends.py"))
-
-
-def ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
 
 
 def mapping(file: str) -> list[int]:
@@ -83,12 +78,12 @@ def test_nothing_of_it_stays(
         pidfds = [os.pidfd_open(pid) for pid in (*map(int, pids), *mapping(file))]
         assert len(pidfds) == 6
         os.kill(run.pid if told == "run" else int(worker), number)
-        wait_until(lambda: all(map(ended, pidfds)), "all have ended")
+        wait_until(lambda: all(map(has_ended, pidfds)), "all have ended")
         left = [Path(run_dir), Path(file)]
         wait_until(lambda: not any(path.exists() for path in left), "what they left is removed")
     finally:
         for pidfd in pidfds:
-            if not ended(pidfd):
+            if not has_ended(pidfd):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         run.terminate()
