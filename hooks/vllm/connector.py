@@ -43,8 +43,8 @@ from .declining import decline_engine, why_not_started
 from .identity.refusals import cache_refusal, config_refusal
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
-from .plugin import ensure_recompute, register
 from .ranks import is_beside_others
+from .registration import ensure_recompute, register
 from .scheduler_side import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
 from .shutdown import prepare_shutdown

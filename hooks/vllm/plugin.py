@@ -13,11 +13,11 @@ from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
 from kvshm._base.core_lines import CoreLine
-from kvshm._base.extra_config import CONNECTOR as CONNECTOR
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.log_lines import FilledLine
 
 from ..log_lines import HookLine
+from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logger("kvshm")
 
-CONNECTOR_MODULE = "kvshm.hooks.connector"
 OUR_CONNECTOR: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
@@ -76,28 +75,6 @@ def activate() -> None:
         reason = unexpected(exc)
     if reason is not None:
         _decline(reason, config)
-
-
-def register() -> None:
-    """Make the connector known by name (MultiConnector looks its children up by name)."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
-        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    except ValueError:
-        # Registered already: a forked child inherits the registry, plugins run again.
-        return
-
-
-def ensure_recompute(transfer: KVTransferConfig) -> FilledLine | None:
-    """Make vLLM recompute failed loads instead of failing their request: a block may vanish between
-    match and copy.  Returns what to log if this changed the policy.  Call before vLLM's Scheduler
-    reads the policy: in the plugin, and in the connector's constructor for engines without it."""
-    policy = transfer.kv_load_failure_policy
-    if policy == "recompute":
-        return None
-    transfer.kv_load_failure_policy = "recompute"
-    return HookLine.RECOMPUTE.fill(policy)
 
 
 def _wrap() -> None:

@@ -27,7 +27,7 @@ from kvshm.coordinator.in_process import serve
 from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin, shutdown
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.plugin import CONNECTOR, CONNECTOR_MODULE
+from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
 from .scheduling import DrivenEngine, imagined_cache, vllm_config

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.plugin import CONNECTOR, CONNECTOR_MODULE
+from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
 from .odd_vllm import FILE, NAME, TOO_OLD, UNTESTED, changed_copy, dotted

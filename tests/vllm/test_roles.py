@@ -29,7 +29,7 @@ from kvshm.config import Config
 from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.exports import pool_watch
-from kvshm.hooks.vllm.plugin import CONNECTOR, CONNECTOR_MODULE
+from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 from kvshm.hooks.vllm.roles import CLIENTS_IDS, kv_role_limit, scheduler_limits
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 

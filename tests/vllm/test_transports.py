@@ -23,7 +23,7 @@ from kvshm.hooks.vllm import worker_side as worker_module
 from kvshm.hooks.vllm.identity import rank_weights
 from kvshm.hooks.vllm.identity.refusals import config_refusal
 from kvshm.hooks.vllm.messages import RankDescription
-from kvshm.hooks.vllm.plugin import CONNECTOR
+from kvshm.hooks.vllm.registration import CONNECTOR
 from kvshm.hooks.vllm.worker_side import WorkerSide
 from kvshm.interfaces import load_transport
 from tests import other_package
