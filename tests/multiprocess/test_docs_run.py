@@ -32,7 +32,7 @@ DUMPS = r"kvshm dump|python -m kvshm\.tools\.dump_index"
 
 def shown(program: str) -> list[str]:
     """What follows the program wherever a page shows it, each once."""
-    written = [page for page in PAGES if page.parent.name != "commands"]  # the others are generated
+    written = [page for page in PAGES if page.name != "commands.md"]  # the others are generated
     return sorted({call for page in written for call in called(page, program)})
 
 
