@@ -151,7 +151,7 @@ def test_prometheus_has_what_the_engines_counted(monitored: Monitored) -> None:
         assert monitored.value(f"kvshm_imported_blocks_total{name}") == counted["imported_blocks"]
         copied = f"sum(kvshm_import_bytes_total{name})"
         assert monitored.value(copied) == counted["bytes_copied"]
-        loads = counted["loads_done"] + counted.get("loads_failed", 0)
+        loads = counted.get("loads_done", 0) + counted.get("loads_failed", 0)
         assert monitored.value(f"sum(kvshm_loads_total{name})") == loads
         assert monitored.value(f"kvshm_match_length_tokens_count{name}") == counted["lookup_hits"]
         (row,) = monitored.ask(f"kvshm_import_bytes_total{name}")
