@@ -218,7 +218,8 @@ class Config:
         "Raise errors at the border to vLLM instead of treating them as a cache miss.",
         for_tests=True,
     )
-    _loaded: Loaded = field(default=Loaded(), init=False, compare=False, repr=False)
+    _loaded: Loaded = field(default=Loaded(), compare=False, repr=False)
+    """What the loader knows of them; ``dataclasses.replace`` keeps it.  Not for callers."""
 
     def __post_init__(self) -> None:
         for setting in SETTINGS:

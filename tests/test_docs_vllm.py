@@ -76,6 +76,6 @@ def test_vllm_takes_the_multiconnector_that_a_page_shows() -> None:
     assert "KvshmConnector" in {child["kv_connector"] for child in children}
 
 
-def test_compat_of_vllm_are_found() -> None:
+def test_calls_of_vllm_are_found() -> None:
     found = {page.name for page in PAGES if list(called(page, VLLM))}
     assert {"README.md", "deployment.md", "configuration.md"} <= found

@@ -105,14 +105,14 @@ class RosterHandler:
     def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
         self.refused = None
         if isinstance(reply, Refused):
-            self.refusal = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
-            if self._log_limit.allows(CoreLine.REFUSED, reply.reason, reply.remedy):
+            text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
+            if text != self.refusal:
                 log.line(CoreLine.REFUSED, reply.reason, reply.remedy)
+            self.refusal = text
             self.refused = None if reply.retry else state.table.epoch
             state.table.log_error(reply.remedy, reply.reason, code=ErrorCode.REFUSED)
             return
         self.refusal = ""
-        self._log_limit.forget(CoreLine.REFUSED)
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))
         if reply.lease_bit == NO_LEASE_BIT:
             state.table.log_error(code=ErrorCode.NO_LEASE_BIT)

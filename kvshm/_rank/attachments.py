@@ -7,6 +7,7 @@ switches in two busy processes, and for a load only if that has not happened yet
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -288,6 +289,7 @@ class Tidying:
         self._attachments = attachments
         self._clock = clock
         self._due_at = clock() + TIDY_SECONDS
+        self._log_limit = LogLimit(math.inf)
 
     def go_on(self, in_use: Callable[[], Collection[Epoch]]) -> None:
         """Tidy if it is due; the peers ``in_use`` stay.  On the load thread.  Never raises:
@@ -300,7 +302,7 @@ class Tidying:
             self._attachments.unmap_ended(in_use())
             self._attachments.attach_listed()
         except Exception:  # any: the load thread must not end
-            if self._attachments.log_limit.allows(CoreLine.TIDY_FAILED):
+            if self._log_limit.allows(CoreLine.TIDY_FAILED):
                 log.line(CoreLine.TIDY_FAILED, exc_info=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 
 import pytest
@@ -40,7 +40,8 @@ def test_defaults() -> None:
     assert (config.transport, config.log_level) == ("auto", "INFO")
     assert (config.log_format, config.log_file) == (LogFormat.TEXT, "")
     assert (config.given, config.warnings) == (frozenset(), ())
-    assert {f.name for f in fields(Config) if f.init} == {setting.field for setting in SETTINGS}
+    public = {f.name for f in fields(Config) if not f.name.startswith("_")}
+    assert public == {setting.field for setting in SETTINGS}
 
 
 def test_what_a_loader_knows_stays_with_the_settings() -> None:
@@ -50,6 +51,9 @@ def test_what_a_loader_knows_stays_with_the_settings() -> None:
     assert limited.decide_role() == ("a test", "KVSHM_ROLE=producer")
     assert loaded.decide_role().no_exports == "", "the other one is as it was"
     assert limited == loaded, "settings are equal whatever limits them"
+    moved = replace(loaded, namespace="m")
+    assert (moved.given, moved.sources) == (loaded.given, loaded.sources)
+    assert moved.mistakes == loaded.mistakes != ()
 
 
 def test_every_value_is_read() -> None:

@@ -315,9 +315,9 @@ def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(
         Refused(engine_epoch=OWN_EPOCH, reason=reason, remedy="do", retry=True) for reason in "rs"
     )
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        for reply in (r, r, s, s, joined, s):
+        for reply in (r, r, s, s, r, joined, r):
             handler.apply(reply)
-    assert [m.partition("engine: ")[2][0] for m in caplog.messages] == ["r", "s", "s"]
+    assert [m.partition("engine: ")[2][0] for m in caplog.messages] == ["r", "s", "r", "r"]
 
 
 def test_the_client_counts_into_the_present_table(table: AnyTable, state: EpochState) -> None:

@@ -336,7 +336,7 @@ def test_the_load_thread_outlives_what_cannot_be_unmapped(
     monkeypatch.setattr(opened._attachments, "unmap_ended", fail)
     with caplog.at_level(logging.ERROR):
         for n in range(3):
-            clock.now += 2
+            clock.now += 100
             opened.begin_load(load_of(piece_of(exporter(f"e{n}"), n), name=f"{n}"))
             assert reports(opened, 1)[f"{n}"].bad == ()
     assert len(calls) == 3

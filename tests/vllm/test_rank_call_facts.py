@@ -29,7 +29,7 @@ from kvshm.hooks.vllm.rank_calls import HARMLESS, WRITING
 from .test_private_facts import in_order
 
 
-def test_compat_of_the_ranks_pass_the_executor() -> None:
+def test_calls_of_the_ranks_pass_the_executor() -> None:
     in_order(LLMEngine.apply_model, 'self.collective_rpc("apply_model"')
     in_order(EngineCore.collective_rpc, "self.model_executor.collective_rpc(")
     for executor in (Executor, UniProcExecutor, MultiprocExecutor):

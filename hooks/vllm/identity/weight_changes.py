@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from kvshm._base.log import LogLimit, logger
+from kvshm._base.log import logger
 from kvshm.halves import STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
 
 from ...log_lines import HookLine
@@ -13,7 +11,7 @@ from ..messages import RankReport
 log = logger(__name__)
 
 MOST_NAMED = 100
-"""Calls that are remembered, so that the log names each once."""
+"""Calls that the log names, each once; further ones are not named."""
 
 
 class WeightChanges:
@@ -21,14 +19,15 @@ class WeightChanges:
 
     def __init__(self, cache: SchedulerHalf) -> None:
         self._cache = cache
-        self._log_limit = LogLimit(math.inf, most=MOST_NAMED)
+        self._named: set[str] = set()
         self._written = self._mapped = 0
         self._found: list[str] = []
         """What the next epoch is to record."""
 
     def called(self, call: str) -> None:
         """Log a call of the ranks that may write weights, once."""
-        if self._log_limit.allows(HookLine.CALL_MAY_WRITE, call):
+        if call not in self._named and len(self._named) < MOST_NAMED:
+            self._named.add(call)
             log.line(HookLine.CALL_MAY_WRITE, call)
 
     def reported(self, report: RankReport) -> None:
