@@ -63,8 +63,8 @@ class TransportLine(LogLine):
     OWNER_NOT_TOLD = (
         DEBUG,
         "the owner of the memory does not hear that it is mapped: %s",
-        "nothing: the other engine runs an older kvshm; when it goes to sleep it does not "
-        "wait for this one",
+        "nothing: the other engine's socket could not be reached; when it goes to sleep it does "
+        "not wait for this one",
     )
     LENGTH_UNKNOWN = (
         DEBUG,

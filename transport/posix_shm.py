@@ -34,9 +34,9 @@ from kvshm._shm.descriptors import (
     Request,
     ask,
 )
-from kvshm._shm.fds import close_all, flaw_of, peer_has_closed, sibling_socket
+from kvshm._shm.fds import close_all, peer_has_closed, sibling_socket, size_of_sealed
 from kvshm.config import Fault
-from kvshm.errors import SegmentNotFound, TransportError
+from kvshm.errors import SegmentError, SegmentNotFound, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
@@ -65,10 +65,13 @@ def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mma
     if len(fds) != wanted:
         raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
     try:
-        for fd in fds:
-            if flaw := flaw_of(fd, "the peer's KV memory"):
-                raise TransportError(flaw)
-        mappings = [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
+        sizes = [size_of_sealed(fd, "the peer's KV memory") for fd in fds]
+        mappings = [
+            mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            for fd, size in zip(fds, sizes, strict=True)
+        ]
+    except SegmentError as exc:
+        raise TransportError(str(exc)) from exc
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
     for mapping in mappings:

@@ -40,14 +40,15 @@ class LogFile(WatchedFileHandler):
         for each failure, that the file is not written.  Raises ConfigError if the path is wrong:
         no such folder, no permission."""
         super().__init__(path, delay=True)
-        self.path, self.as_json = path, lines.as_json
+        self.baseFilename = path  # not its absolute form: with a link before ".." that is another
+        self.as_json = lines.as_json
         self.setFormatter(lines)
         self._instead, self._say = instead, say
         self.missed = 0
         """Lines that the file has not taken since it last took one."""
+        self._line = ""
         try:
             self.stream = self._open()
-            self._statstream()
         except _WRONG_PATH as exc:
             raise ConfigError(
                 f"KVSHM_LOG_FILE or --log-file: {path!r} cannot be opened: {exc.strerror}; correct "
@@ -57,9 +58,22 @@ class LogFile(WatchedFileHandler):
             pass  # the first line tries again, and says so
 
     def _open(self) -> Any:
-        return _WholeTexts(os.open(self.path, _FLAGS, MODE))
+        """Open the file, and note which one it is, since the handler does so only where it has
+        closed another."""
+        stream = _WholeTexts(os.open(self.baseFilename, _FLAGS, MODE))
+        try:
+            found = os.fstat(stream.fileno())
+        except OSError:
+            stream.close()
+            raise
+        self.dev, self.ino = found.st_dev, found.st_ino
+        return stream
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line that ``emit`` has made of the record."""
+        return self._line
+
+    def _line_of(self, record: logging.LogRecord) -> str:
         """Return the line, behind one about lines that are missing in the file."""
         line = super().format(record)
         if not self.missed:
@@ -69,6 +83,11 @@ class LogFile(WatchedFileHandler):
         return f"{super().format(logging.makeLogRecord(about))}\n{line}"
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._line = self._line_of(record)
+        except Exception:  # of a wrong format: as every handler says it
+            super().handleError(record)
+            return
         missed = self.missed
         try:
             super().emit(record)
@@ -85,7 +104,7 @@ class LogFile(WatchedFileHandler):
             return
         self.missed += 1
         if self.missed == 1:
-            self._say(str(CoreLine.NOT_IN_FILE.fill(self.path, reason)))
+            self._say(str(CoreLine.NOT_IN_FILE.fill(self.baseFilename, reason)))
         self._instead(record)
 
 

@@ -43,7 +43,7 @@ def start_log(level: str, log_format: str = "text", log_file: str = "") -> None:
 
 def _what(handler: logging.Handler) -> tuple[bool, str]:
     """The format and the file of one of these handlers."""
-    return (handler.as_json, handler.path) if isinstance(handler, LogFile) else (True, "")
+    return (handler.as_json, handler.baseFilename) if isinstance(handler, LogFile) else (True, "")
 
 
 def _handler(ours: logging.Logger, as_json: bool, log_file: str) -> logging.Handler:

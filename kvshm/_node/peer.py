@@ -56,7 +56,11 @@ def differs(table: SlotTableView, info: EngineInfo) -> str:
     if described == found:
         return ""
     what = "its slot table (epoch, blocks, ranks, fingerprint)"
-    return f"{what} is {found}, it says {described}"
+    return f"{what} is {_in_hex(*found)}, it says {_in_hex(*described)}"
+
+
+def _in_hex(epoch: int, *others: object) -> str:
+    return f"({epoch:016x}, {', '.join(map(str, others))})"
 
 
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:

@@ -58,6 +58,9 @@ Find = Callable[[Request], Sequence[int]]
 """Returns descriptors.  Runs on the server's thread; raises SegmentNotFound if there is nothing to
 hand out, and SegmentError if nothing can be handed out now, which is not answered."""
 
+UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)
+"""What decoding a message raises: ValueError for text that is no UTF-8."""
+
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -85,7 +88,7 @@ class DescriptorServer:
             if not wanted.epoch:
                 raise SegmentNotFound("no epoch is served here")
             found = self._find(wanted)
-        except (msgspec.DecodeError, SegmentNotFound) as exc:
+        except (*UNDECODABLE, SegmentNotFound) as exc:
             return msgspec.msgpack.encode(Reply(False, str(exc))), ()
         except SegmentError as exc:  # it exists, but for example no descriptors are left: no reply
             raise OSError(str(exc)) from exc
@@ -126,7 +129,7 @@ def read_reply(packed: bytes, fds: list[int], what: str) -> list[int]:
     does, after it has closed them."""
     try:
         reply = _reply_decoder.decode(packed)
-    except msgspec.DecodeError as exc:
+    except UNDECODABLE as exc:
         close_all(fds)
         raise TransportError(f"{what}: undecodable reply: {exc}") from exc
     if reply.found:

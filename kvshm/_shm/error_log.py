@@ -107,6 +107,7 @@ class ErrorLog:
 
 def _logged(times: int, number: int, first_ns: int, last_ns: int, stored: bytes) -> LoggedError:
     code = ErrorCode.of(number)
-    parts = stored.rstrip(b"\0").split(b"\0")
+    stored = stored.rstrip(b"\0")
+    parts = stored.split(b"\0") if stored else []
     about = tuple(part.decode("utf-8", "replace") for part in parts)
     return LoggedError(times, first_ns, last_ns, code.text(*about).rstrip(), code, about)

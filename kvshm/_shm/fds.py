@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from kvshm._base.forks import close_in_children
 from kvshm._base.rundir import path_too_long
-from kvshm.errors import TransportError
+from kvshm.errors import SegmentError, TransportError
 
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
@@ -190,20 +190,21 @@ def _what_failed(exc: OSError, timeout: float) -> str:
     return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)
 
 
-def flaw_of(fd: int, what: str, largest: int | None = None) -> str:
-    """Say why received memory may not be mapped.  Empty if it is memory of this user, of at most
-    ``largest`` bytes, that cannot shrink and has all its pages, so that reads never fault."""
+def size_of_sealed(fd: int, what: str, largest: int | None = None) -> int:
+    """Return how many bytes of received memory may be mapped.  Raises SegmentError unless it is
+    memory of this user, of at most ``largest`` bytes, that cannot shrink and has all its pages, so
+    that reads never fault."""
     try:  # before the size, which counts only if it is sealed
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:
         sealed = 0  # no memfd
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        return f"{what} is not memory of uid {os.geteuid()}"
+        raise SegmentError(f"{what} is not memory of uid {os.geteuid()}")
     if not sealed:
-        return f"{what} may be cut short by its owner: it is not sealed"
+        raise SegmentError(f"{what} may be cut short by its owner: it is not sealed")
     if largest is not None and found.st_size > largest:
-        return f"{what} has {found.st_size} bytes, at most {largest} were expected"
+        raise SegmentError(f"{what} has {found.st_size} bytes, at most {largest} were expected")
     if (existing := found.st_blocks * 512) < found.st_size:
-        return f"{what} has {found.st_size} bytes, but only {existing} of them exist"
-    return ""
+        raise SegmentError(f"{what} has {found.st_size} bytes, but only {existing} of them exist")
+    return found.st_size

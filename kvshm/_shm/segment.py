@@ -26,7 +26,7 @@ from kvshm.errors import (
 )
 
 from .available_memory import reserve
-from .fds import flaw_of
+from .fds import size_of_sealed
 from .layout import LAYOUT_VERSION, PID_OFFSET, PREFIX_BYTES, VERSION_OFFSET
 
 TABLE_KIND = "slots"
@@ -104,9 +104,7 @@ class Segment:
         it.  ``largest``: most bytes that the segment may have.  Raises SegmentNotReady (not filled
         yet) or SegmentError."""
         with _closing_on_error(fd, f"{name} cannot be mapped"):
-            if flaw := flaw_of(fd, name, largest):
-                raise SegmentError(flaw)
-            nbytes = os.fstat(fd).st_size
+            nbytes = size_of_sealed(fd, name, largest)
             if nbytes < PREFIX_BYTES:
                 raise SegmentNotReady(f"{name} has {nbytes} bytes: its owner is creating it")
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

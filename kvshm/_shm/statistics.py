@@ -156,7 +156,11 @@ MISS_NO_OWNER = Counter(
     "Lookups whose first block nobody has or, with several groups, what each of them needs.",
 )
 MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
-MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans of which nothing could be leased any more.")
+MISS_LEASE_LOST = Counter(
+    22,
+    "miss_lease_lost",
+    "Plans that came to nothing, mostly because no block could be leased any more.",
+)
 MISS_QUARANTINED = Counter(23, "miss_quarantined", "Lookups that only avoided peers could serve.")
 MISS_FINGERPRINT = Counter(24, "miss_fingerprint", "Lookups while no engine here was compatible.")
 MISS_CHEAPER = Counter(
@@ -200,8 +204,8 @@ RECHECK_FAILED = Counter(
 DISCARDED = Counter(
     41,
     "discarded",
-    "Blocks of imports that were thrown away for any reason, failed copies included, "
-    "summed over ranks.",
+    "Blocks of imports that ranks threw away, failed copies included, summed over ranks.  Those of "
+    "a load that had ended before are not counted.",
     Unit.BLOCKS,
 )
 VERIFIED = Counter(
@@ -246,7 +250,7 @@ RESYNCS = Counter(57, "resyncs", "Slot tables of others read again after a gap i
 REJOINS = Counter(
     58,
     "rejoins",
-    "Times that the engine joined again: with a new coordinator, or so that others scan.",
+    "Times that the engine joined again: with a new coordinator, or because events were lost.",
 )
 BAD_MESSAGES = Counter(
     59, "bad_messages", "Messages of the coordinator that could not be read and were dropped."

@@ -41,6 +41,7 @@ def test_an_error_is_read_with_its_code_and_parts(table: AnyTable) -> None:
     assert differs.about == ("b", "dtype", "is 1 here, 2 there")
     assert differs.text == "cannot share with b: dtype is 1 here, 2 there"
     assert (no_bit.code, no_bit.text) == (ErrorCode.NO_LEASE_BIT, ErrorCode.NO_LEASE_BIT.template)
+    assert no_bit.about == ()
     assert (other.code, other.text) == (ErrorCode.OTHER, "a text")
 
 

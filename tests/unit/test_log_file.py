@@ -180,3 +180,59 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     assert all(line.startswith('{"time": ') and line.endswith("}") for line in lines)
     found = Counter(letter for line in lines for letter in "abcd" if letter * 900 in line)
     assert found == dict.fromkeys("abcd", 500)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were opened, one after the other."""
+    opened: list[str] = []
+    original = LogFile._open
+
+    def noted(self: LogFile) -> object:
+        stream = original(self)
+        opened.append(self.baseFilename)
+        return stream
+
+    monkeypatch.setattr(LogFile, "_open", noted)
+    return opened
+
+
+def test_a_pipe_that_is_read_from_now_on_is_opened_once(tmp_path: Path, opened: list[str]) -> None:
+    """A reader sees the end of a pipe whose only writer closes it."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    log = Log(path)
+    log.write("nobody reads")
+    with subprocess.Popen(["cat", path], stdout=subprocess.PIPE, text=True) as reader:
+        while log.elsewhere and log.elsewhere[-1]:
+            log.elsewhere.clear()
+            log.write("is it read?")
+        log.write("a", "b", "c")
+        log.file.close()
+        out, _ = reader.communicate(timeout=60)
+    assert [line[-1] for line in out.splitlines()[-3:]] == ["a", "b", "c"]
+    assert len(opened) == 1
+
+
+def test_a_file_behind_a_link_and_back_is_opened_once(tmp_path: Path, opened: list[str]) -> None:
+    """``link/../x`` is in the parent of the link's target."""
+    (tmp_path / "deep" / "target").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "target")
+    log = Log(tmp_path / "link" / ".." / "kvshm.log")
+    log.write("a", "b", "c")
+    assert log.messages(tmp_path / "deep" / "kvshm.log") == ["a", "b", "c"]
+    assert len(opened) == 1
+    log.file.close()
+
+
+def test_a_record_that_cannot_be_formatted_is_no_fault_of_the_file(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.file.missed = 5
+    for about in ({"msg": "%d", "args": ("x",)}, {"msg": "%y", "args": (1,)}):
+        log.file.handle(logging.makeLogRecord({"name": "x", **about}))
+    assert (log.file.missed, log.said, log.elsewhere) == (5, [], [])
+    assert "Logging error" in capsys.readouterr().err
+    log.write("a")
+    assert log.messages()[-1] == "a"
+    assert "5 lines" in log.messages()[0]

@@ -10,11 +10,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvshm._shm import segment as segments
+from kvshm._shm.fds import size_of_sealed
 from kvshm._shm.layout import (
     LAYOUT_VERSION,
     PREFIX_BYTES,
@@ -203,6 +206,23 @@ def test_what_may_fault_or_is_no_memory_is_not_mapped(odd, why: str, tmp_path: P
     with pytest.raises(SegmentError, match=f"theirs.*{why}"):
         Segment.from_fd("theirs", odd(tmp_path), True, NBYTES)
     assert not left_open(before), "the descriptor is closed"
+
+
+def test_memory_that_grows_once_it_was_checked_is_mapped_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fd = os.memfd_create("grows", os.MFD_ALLOW_SEALING)
+    os.write(fd, bytes(mmap.PAGESIZE))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+    def checked(*args: Any) -> int:
+        size = size_of_sealed(*args)
+        os.ftruncate(fd, 1 << 20)
+        return size
+
+    monkeypatch.setattr(segments, "size_of_sealed", checked)
+    with closing(Segment.from_fd("grows", fd, False, mmap.PAGESIZE)) as mapped:
+        assert len(mapped.buffer) == mmap.PAGESIZE
 
 
 def test_another_users_memory_is_not_mapped(

@@ -213,6 +213,9 @@ def answering(served: ServedNode, respond: Respond) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+NO_UTF8 = b"\x82\xa5found\xc2\xa6reason\xa1\xff"
+
+
 def found(count: int) -> Respond:
     def respond(client: socket.socket) -> None:
         fds = [os.open("/dev/zero", os.O_RDWR) for _ in range(count)]
@@ -231,6 +234,8 @@ def found(count: int) -> Respond:
         (found(1), "is not memory of uid"),
         (lambda client: client.send(b"\xc1"), "undecodable reply"),
         (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable reply"),
+        (lambda client: socket.send_fds(client, [NO_UTF8], [0, 1]), "undecodable reply"),
+        (lambda client: socket.send_fds(client, [b"\x81\xa1x" + b"\x91" * 9000], [0]), "undecod"),
         (lambda client: client.send(msgspec.msgpack.encode(Reply(False, "why"))), "why"),
         (lambda client: None, "without an answer"),
     ],

@@ -189,7 +189,7 @@ class Clock:
         return self.now
 
 
-def test_compat_that_come_again_and_again_do_not_have_the_weights_read_each_time(
+def test_calls_that_come_again_and_again_do_not_have_the_weights_read_each_time(
     called: Any,
 ) -> None:
     """A monitor that calls the ranks each second, or a writer that nobody hears of."""
