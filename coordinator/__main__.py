@@ -108,8 +108,10 @@ class _Signals:
 def _end_exhausted(exc: Exhausted) -> NoReturn:
     """End the process without closing anything: the kernel needs no descriptors for that."""
     next_step = "once it has been restarted" if os.environ.get(VARIABLE) else "if it is restarted"
-    logfmt.end(f"kvshm-coordinator: {exc}; engines serve on, and join {next_step}")
-    os._exit(EXIT_EXHAUSTED)
+    try:
+        logfmt.end(f"kvshm-coordinator: {exc}; engines serve on, and join {next_step}")
+    finally:
+        os._exit(EXIT_EXHAUSTED)
 
 
 def _serve(run_dir: Path, namespace: str, signals: _Signals, bounds: Bounds) -> None:

@@ -33,6 +33,8 @@ _AT_ONCE = select.PIPE_BUF
 """Bytes that fit into any descriptor that poll calls writable."""
 LAST_SECONDS = 1.0
 """How long ``end`` waits for the reader or the disk."""
+INSTEAD_SECONDS = 0.1
+"""How long a line that the file does not take waits for the reader of stderr."""
 MAX_LINES = 1000
 """Lines a minute.  More than a node has engines, and pairs of engines that differ."""
 
@@ -76,8 +78,6 @@ class _Descriptor(logging.Handler):
     def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
-        self._writable = select.poll()
-        self._writable.register(fd, select.POLLOUT)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.write(self.format(record))
@@ -85,9 +85,11 @@ class _Descriptor(logging.Handler):
     def write(self, line: str, until: float = math.inf) -> None:
         """Write a line; give up when the clock shows ``until``, or if the reader has gone."""
         data = line.encode(errors="backslashreplace") + b"\n"
+        writable = select.poll()  # of this call: another thread may wait in its own
+        writable.register(self._fd, select.POLLOUT)
         while data:
             left = until - time.monotonic()
-            if not self._writable.poll(None if left == math.inf else max(0.0, 1000 * left)):
+            if not writable.poll(None if left == math.inf else max(0.0, 1000 * left)):
                 return
             try:
                 data = data[os.write(self._fd, data[:_AT_ONCE]) :]
@@ -125,7 +127,8 @@ class _Queue(logging.handlers.QueueHandler):
     def drain(self, until: float) -> None:
         """Wait until all lines are written, or the clock shows ``until``."""
         with self.queue.all_tasks_done:
-            self.queue.all_tasks_done.wait_for(lambda: not self.queue.unfinished_tasks, 5.0)
+            left = max(0.0, until - time.monotonic())
+            self.queue.all_tasks_done.wait_for(lambda: not self.queue.unfinished_tasks, left)
 
     def _write_all(self) -> None:
         while True:
@@ -167,14 +170,17 @@ def start(level: str, log_format: str = "text", log_file: str = "") -> None:
     shown.setFormatter(lines)
 
     def not_written(text: str) -> None:
-        shown.handle(_record(Event.NOT_IN_FILE, reason=text))
+        instead(_record(Event.NOT_IN_FILE, reason=text))
 
     def left_out(text: str) -> None:
         waiting.handle(_record(Event.LEFT_OUT, reason=text))
 
-    waiting = _Queue(
-        lines, LogFile(log_file, lines, shown.handle, not_written) if log_file else shown
-    )
+    def instead(record: logging.LogRecord) -> None:
+        if stderr is not None:  # the file may have room again long before anybody reads
+            stderr.write(stderr.format(record), time.monotonic() + INSTEAD_SECONDS)
+
+    writer = LogFile(log_file, lines, instead, not_written) if log_file else shown
+    waiting = _Queue(lines, writer)
     _started[:] = [_Log(stderr, waiting, bool(log_file), lines.as_json)]
     # At the exit it would wait for the lock of a handler that waits for the disk.
     atexit.unregister(logging.shutdown)
@@ -184,9 +190,10 @@ def start(level: str, log_format: str = "text", log_file: str = "") -> None:
 
 def end(text: str = "") -> None:
     """Write the waiting lines, then why the coordinator ends.  Blocks for LAST_SECONDS at most."""
-    until = time.monotonic() + LAST_SECONDS
+    now = time.monotonic()
+    until = now + LAST_SECONDS
     for log in _started:
-        log.waiting.drain(until)
+        log.waiting.drain(now + LAST_SECONDS / 2)  # the rest is for the last line
         if text:
             last = _record(Event.FATAL, reason=text)
             if log.has_file:

@@ -184,11 +184,13 @@ def check_invariants(node: ChaosNode) -> list[str]:
     for engine in node.engines:
         engine.order("pause")
     deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline and not all(e.said.get("paused") for e in node.engines):
+    while busy := [e.name for e in node.engines if not e.said.get("paused")]:
+        if time.monotonic() > deadline:
+            return [f"does not pause: {', '.join(busy)}"]
         node.look()
         time.sleep(LOOK_SECONDS)
-    left: object = None
-    while time.monotonic() < deadline and (left := _leases(node)):
+    deadline = time.monotonic() + END_SECONDS
+    while (left := _leases(node)) and time.monotonic() < deadline:
         node.ping()
         time.sleep(LOOK_SECONDS)
     return [f"leases are left: {left}"] if left else _dump(node)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,9 @@ def resident(process: Managed) -> int:
 # -- descriptors
 
 
-def use_up_descriptors(coordinator: Managed, node: Node, most: int) -> None:
+def use_up_descriptors(
+    coordinator: Managed | subprocess.Popen[bytes], node: Node, most: int
+) -> None:
     """Connect, and stay connected, until it ends, as often as ``most`` permits."""
     commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
     with ExitStack() as held, suppress(OSError):
@@ -174,19 +177,33 @@ def test_who_connects_and_leaves_all_the_time_takes_no_memory(node: Node) -> Non
 # -- the log
 
 
-def test_a_log_that_nobody_reads_delays_neither_engines_nor_the_end(node: Node) -> None:
+def end_by_signal(coordinator: subprocess.Popen[bytes], node: Node) -> None:
+    coordinator.terminate()
+
+
+def end_by_connections(coordinator: subprocess.Popen[bytes], node: Node) -> None:
+    use_up_descriptors(coordinator, node, most=128)
+
+
+@pytest.mark.parametrize(("end", "status"), [(end_by_signal, 0), (end_by_connections, 5)])
+def test_a_log_that_nobody_reads_delays_neither_engines_nor_the_end(
+    node: Node, end: Callable[[subprocess.Popen[bytes], Node], None], status: int
+) -> None:
     read, write = os.pipe()
     place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
-    command = [sys.executable, "-P", "-m", "kvshm.coordinator", *place]
+    command = [*limited(64), "-P", "-m", "kvshm.coordinator", *place]
     with subprocess.Popen(command, stderr=write) as coordinator:
         try:
-            assert b"event=serving" in os.read(read, 4096)
+            assert b"event=few-descriptors" in os.read(read, 4096)
             room = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
-            os.write(write, bytes(room))
+            os.set_blocking(write, False)  # the log's thread may write meanwhile
+            with suppress(BlockingIOError):
+                while os.write(write, bytes(room)):
+                    pass
             FakeEngine(node, "a").joined()
             FakeEngine(node, "b").joined()
-            coordinator.terminate()
-            assert coordinator.wait(30) == 0
+            end(coordinator, node)
+            assert coordinator.wait(30) == status
         finally:
             coordinator.kill()
             os.close(read)

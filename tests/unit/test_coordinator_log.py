@@ -6,9 +6,12 @@ import fcntl
 import logging
 import os
 import select
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,23 @@ from kvshm.coordinator.logfmt import MAX_WAITING, _Descriptor, _Lines, _Queue
 LINE = "x" * 500
 PAGE = 4096
 PATIENCE_SECONDS = 20.0
+
+
+FULL_FILE = """
+import resource, sys
+from kvshm.coordinator import logfmt
+from kvshm.coordinator.log_lines import Event
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+logfmt.start("INFO", "text", sys.argv[1])
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+logfmt.write(Event.UNKNOWN_SETTING, reason="there is no room")
+logfmt._started[0].waiting.queue.join()
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+logfmt.write(Event.UNKNOWN_SETTING, reason="there is room again")
+logfmt.end()
+"""
 
 
 @pytest.fixture
@@ -109,8 +129,32 @@ def test_lines_without_a_reader_are_dropped(pipe: tuple[int, int]) -> None:
 def test_last_line_gives_up_where_nobody_reads(pipe: tuple[int, int]) -> None:
     _, write = pipe
     os.write(write, bytes(PAGE))
-    _Descriptor(write).write("never", until=time.monotonic())
-    lines = queue_to(write)
-    log(lines, 1)
-    lines.drain(time.monotonic())
-    assert lines.queue.unfinished_tasks == 1
+    lines, writer = _Lines("coordinator", as_json=False), _Descriptor(write)
+    writer.setFormatter(lines)
+    waiting = _Queue(lines, writer)
+    log(waiting, 1)
+    begun = time.monotonic()
+    waiting.drain(begun + 0.5)
+    assert 0.5 <= time.monotonic() - begun < 4.0
+    assert waiting.queue.unfinished_tasks == 1, "the thread waits for the reader"
+    writer.write("never", until=time.monotonic())
+
+
+def test_lines_go_to_the_file_again_although_nobody_reads_stderr(tmp_path: Path) -> None:
+    """A line that the file did not take is not waited for on stderr."""
+    script = tmp_path / "log.py"
+    script.write_text(FULL_FILE)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while os.write(write, bytes(PAGE)):
+            pass
+    os.set_blocking(write, True)
+    path = tmp_path / "log"
+    try:
+        subprocess.run([sys.executable, script, path], stderr=write, check=True, timeout=60)
+    finally:
+        os.close(read)
+        os.close(write)
+    assert "event=lines-lost" not in (text := path.read_text())
+    assert text.count("1 lines before this one") == text.count("there is room again") == 1

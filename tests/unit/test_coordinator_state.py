@@ -127,6 +127,20 @@ def test_topics_are_numbered_apart_and_incompatible_engines_named_most_alike_fir
     ]
 
 
+def test_ticks_count_the_incompatible_engines_that_are_there() -> None:
+    state = new_state()
+    join(state, engine(5, fingerprint=b"5" * 32))
+    join(state, engine(6))
+
+    def counted(now: float) -> dict[bytes, int]:
+        sent = only(decide(state, ClockTick(), now), SendBroadcast)
+        return {topic: tick.num_incompatible for topic, tick in sent if isinstance(tick, Tick)}
+
+    assert counted(0.0) == {b"5" * 32: 1, b"f" * 32: 1}
+    decide(state, ProcessDeath(5, owner=True), 0.0)
+    assert counted(1.0) == {b"f" * 32: 0}
+
+
 def test_refused_at_once(subtests: pytest.Subtests) -> None:
     for sender, change, reason, remedy in [
         (Sender(b"r", UID + 1, 5), {}, "uid 1001", "one user"),

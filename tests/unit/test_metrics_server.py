@@ -263,6 +263,38 @@ def test_ipv6(serving: Callable[..., str]) -> None:
     assert serving(work, host="::1") == ""
 
 
+def test_clients_that_wait_for_others_scrapes_do_not_keep_it_from_its_end(
+    serving: Callable[..., str],
+) -> None:
+    reads, go_on = [], threading.Event()
+
+    def read() -> Samples:
+        reads.append(1)
+        go_on.wait()
+        return scraped()
+
+    async def work(port: int) -> None:
+        waiting = [asyncio.ensure_future(get(port)) for _ in range(20)]
+        while not reads:
+            await asyncio.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while await is_listening(port):
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def is_listening(port: int) -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    assert serving(work, read) == ""
+    assert len(reads) == 1
+
+
 def test_a_client_does_not_keep_the_server_from_its_end(serving: Callable[..., str]) -> None:
     silent = socket.socket()
 

@@ -7,6 +7,7 @@ closes its connection.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -51,25 +52,29 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._read, self._reading = read, threading.Lock()
         self._client_seconds, self._max_clients = client_seconds, max_clients
         self._began: dict[socket.socket, float] = {}
+        self._of_thread = threading.local()
+        self._ended = False
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        self.address_family, address = found[0][0], found[0][4][:2]
-        where = str(address[0]), port
+        first = min(found, key=lambda each: each[0] != socket.AF_INET)
+        self.address_family, address = first[0], first[4]
         try:
-            super().__init__(where, _Handler)
+            super().__init__(address, _Handler)  # type: ignore[arg-type]  # IPv6 has four parts
         except OSError as exc:
+            where = str(address[0]), port
             raise OSError(exc.errno, f"cannot listen on {where}: {exc.strerror}") from exc
         self.set_app(self._app)
 
     def serve(self) -> None:
         """Serve until SIGTERM or SIGINT.  Main thread only, since it handles signals."""
-        ended = threading.Event()
+        wakes, wake = os.pipe()  # no Event: a handler may interrupt its own thread in ``wait``
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: ended.set())
+            signal.signal(number, lambda *_: os.write(wake, b"."))
         thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
         thread.start()
         host, port = str(self.server_address[0]), self.server_address[1]
         say("metrics", f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
-        ended.wait()
+        os.read(wakes, 1)
+        self._ended = True
         self.shutdown()
         self.server_close()
         self._reading.acquire()  # for good: the reader's memory is unmapped after this
@@ -89,6 +94,15 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             return
         self._began[request] = time.monotonic()
         super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one client."""
+        self._of_thread.began = self._began.get(request, 0.0)
+        super().process_request_thread(request, client_address)
+
+    def _is_too_late(self) -> bool:
+        """Whether the client of this thread gets no answer any more."""
+        return self._ended or time.monotonic() - self._of_thread.began > self._client_seconds
 
     def shutdown_request(self, request: Any) -> None:
         """Close a client's connection."""
@@ -120,6 +134,9 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         try:
             if environ["REQUEST_METHOD"] == "GET":
                 with self._reading:
+                    if self._is_too_late():  # others were served first
+                        start_response("503 Service Unavailable", [])
+                        return []
                     registry = registry_of(self._read())
             app = make_wsgi_app(registry, disable_compression=True)
             answer: Iterable[bytes] = app(environ, start_response)
