@@ -40,8 +40,8 @@ MUTANTS = (
          "", "foreign_bytes_delivered"),
     Case("EACH_GROUP_ALONE", "slots", "GROUPS", "blocks of one group are used though the re-check "
          "of another's failed", "STEPS=1", "part_restored"),
-    Case("GIVEN_UP_KEEPS_LEASES", "slots", "GROUPS", "an import that lacks one group's block keeps "
-         "its leases of the other's", "STEPS=1", "lease_leaked"),
+    Case("GIVEN_UP_KEEPS_LEASES", "slots", "GROUPS", "an import in which one group's block "
+         "is missing keeps its leases of the other's", "STEPS=1", "lease_leaked"),
     Case("NO_CLOSING_CAS", "slots", "SHARE", "the bit is set whatever the word has become", "",
          "lease_leaked"),
     Case("COUNT_BY_SLOT", "slots", "SHARE", "a count of loads, keyed by slot, lets a second one "
@@ -98,7 +98,7 @@ MUTANTS = (
          "sequence", "FAULTS=0", "replica_differs"),
     Case("EVENT_BEFORE_WORD", "join", "ONE", "the event is sent before the word changes",
          "FAULTS=0", "replica_differs"),
-    Case("NO_TOMBSTONE", "join", "ONE", "the replica applies whatever it is told", "",
+    Case("NO_TOMBSTONE", "join", "ONE", "the replica applies whatever it receives", "",
          "entry_resurrected"),
     Case("RESCAN_ONLY_ADDS", "join", "ONE", "a scan removes nothing", "", "replica_differs"),
     Case("DROP_BY_SLOT", "join", "ONE", "a failed lease drops the block's entry of any "
@@ -114,12 +114,12 @@ MUTANTS = (
     # bits
     Case("NEWCOMER_UNSWEPT", "bits", "", "a new coordinator gives a newcomer a bit that the dead "
          "may have left in a slot", "", "lease_leaked"),
-    Case("TOLD_BEFORE_SWEEP", "bits", "", "the engine is told its bit before the sweep", "",
+    Case("TOLD_BEFORE_SWEEP", "bits", "", "the engine gets its bit before the sweep", "",
          "living_lease_cleared"),
-    Case("RETURNER_SWEPT", "bits", "", "who comes back to a new coordinator is swept, too", "",
-         "living_lease_cleared"),
-    Case("NEVER_SWEPT", "bits", "", "a new coordinator sweeps no bit that nobody presents", "",
-         "lease_leaked"),
+    Case("RETURNER_SWEPT", "bits", "", "an engine that comes back to a new coordinator is "
+         "swept, too", "", "living_lease_cleared"),
+    Case("NEVER_SWEPT", "bits", "", "a new coordinator leaves bits unswept that no engine "
+         "presents", "", "lease_leaked"),
     Case("FREED_BEFORE_SWEEP", "bits", "", "a bit is freed, then swept", "", "lease_leaked"),
     Case("FREED_UNSWEPT", "bits", "", "a bit is freed without a sweep", "",
          "lease_leaked"),

@@ -40,6 +40,7 @@ FOLDERS = {
         "test_command_pages.py": "looks at the tree: pages",
         "test_grafana.py": "looks at the tree: deploy/grafana",
         "test_docs_commands.py": "looks at the tree: pages and the files they name",
+        "test_docs_map.py": "looks at the tree: the map of the pages, and the sizes of folders",
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_log_lines.py": "looks at the sources for the lines they log",
         "test_operations_docs.py": "looks at the sources for the reasons they give",
