@@ -298,7 +298,7 @@ def test_the_table_of_another_epoch_is_refused(
 ) -> None:
     fd = served.serve("other", EPOCH + 1, num_blocks=8).table.descriptor(True)
     instead(GOOD, [fd])
-    assert f"({EPOCH + 1}, 8, 1," in shell.refusal(info).reason
+    assert f"({EPOCH + 1:016x}, 8, 1," in shell.refusal(info).reason
     os.close(fd)
 
 
