@@ -100,7 +100,6 @@ class CoordinatorThread:
         self._thread = None
         with suppress(OSError):  # if the fork came while the thread closed them
             os.close(self._wake)
-            self._service.forget_in_child()
 
     def _run(self) -> None:
         try:

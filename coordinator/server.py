@@ -82,11 +82,6 @@ class Server:
         self._tables.close()
         self._sockets.close()
 
-    def forget_in_child(self) -> None:
-        """In a forked child: close what would keep names and tables in use."""
-        self._tables.forget_in_child()
-        self._sockets.forget_in_child()
-
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until ``stopping`` returns True.  Raises Exhausted, or another KvshmError when
         engines cannot find the sockets any more."""

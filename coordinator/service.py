@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from kvshm._base.forks import guard_forks
 from kvshm._base.resources import require_descriptors
 from kvshm._base.rundir import command_endpoint, event_endpoint, lock_path
 from kvshm._node.leftovers import clear, left_by_engines, take_namespace
@@ -27,6 +28,7 @@ DESCRIPTORS = 34
 """Descriptors that the coordinator needs to serve one engine."""
 MOST_NAMED = 20
 """Removed files of one sweep that the log names; further files are counted."""
+_UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 class _Lock:
@@ -53,7 +55,7 @@ class _Lock:
         logfmt.write(Event.RESTORED, path=self._path)
 
     def close(self) -> None:
-        """Idempotent, also in a child that was forked meanwhile: the number may be another's."""
+        """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -72,17 +74,18 @@ class Service:
         self._run_dir = run_dir
         self._namespace = namespace
         self._state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
+        self._tables = Tables(run_dir, namespace, time.monotonic)
+        self._endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
+        guard_forks(self)
         with ExitStack() as undo:
             self._lock = _Lock(run_dir, namespace)
             undo.callback(self._lock.close)
-            self._tables = Tables(run_dir, namespace, time.monotonic)
             self._server = Server(
                 self._state, self._tables, self._sweep_files, self._lock.keep, bounds=bounds
             )
             undo.callback(self._server.close)
             self._tables.serve()
-            endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
-            self._server.open(*endpoints, wake_fd)
+            self._server.open(*self._endpoints, wake_fd)
             undo.pop_all()
         if bounds.limit < FEW_DESCRIPTORS:
             remedy = f"permit at least {FEW_DESCRIPTORS} open files (ulimit -Hn)"
@@ -112,8 +115,8 @@ class Service:
     def forget_in_child(self) -> None:
         """In a forked child: close the inherited descriptors, so that lock, sockets and tables end
         with the parent."""
-        self._lock.close()
-        self._server.forget_in_child()
+        self._tables.forget_in_child()
+        _close_by_name(lock_path(self._run_dir, self._namespace), *self._endpoints)
 
     def _sweep_files(self) -> None:
         """Remove the files of dead engines from the run directory."""
@@ -125,3 +128,18 @@ class Service:
                     logfmt.write(Event.REMOVED, path=path)
         if len(left) > MOST_NAMED:
             logfmt.write(Event.REMOVED, more=len(left) - MOST_NAMED)
+
+
+def _close_by_name(lock: Path, *endpoints: str) -> None:
+    """Close a lock file's descriptors and those of sockets, libzmq's too.  By name, since another
+    thread may have been opening them when the process was forked."""
+    names = {endpoint.removeprefix("ipc://") for endpoint in endpoints}
+    with suppress(OSError):
+        rows = [row.split(maxsplit=7) for row in _UNIX_SOCKETS.read_text().splitlines()]
+        # Connections have their listener's name, also when the file has gone.
+        ours = {f"socket:[{row[6]}]" for row in rows if len(row) == 8 and row[7] in names}
+        ours |= {f"{lock.resolve()}", f"{lock.resolve()} (deleted)"}
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the descriptor of that folder
+                if os.readlink(f"/proc/self/fd/{fd}") in ours:
+                    os.close(int(fd))

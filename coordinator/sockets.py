@@ -21,7 +21,6 @@ bounds."""
 MAX_SUBSCRIPTION_BYTES = 1024
 _OWN_DESCRIPTORS = 16
 """Descriptors of the sockets without any connection."""
-_UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 class _SocketName:
@@ -115,19 +114,6 @@ class Sockets:
         self.router.close()
         self.publisher.close()
         self._context.term()
-
-    def forget_in_child(self) -> None:
-        """In a forked child: close the sockets that libzmq has made in the parent.  Else the names
-        would seem to be served after the parent's end, and engines would not notice that end."""
-        names = {name.endpoint.removeprefix("ipc://") for name in self._names}
-        with suppress(OSError):
-            rows = [row.split(maxsplit=7) for row in _UNIX_SOCKETS.read_text().splitlines()]
-            # Connections have their listener's name, also when the file has gone.
-            ours = {f"socket:[{row[6]}]" for row in rows if len(row) == 8 and row[7] in names}
-            for fd in os.listdir("/proc/self/fd"):
-                with suppress(OSError):  # the descriptor of that folder
-                    if os.readlink(f"/proc/self/fd/{fd}") in ours:
-                        os.close(int(fd))
 
     def accepted(self, ready: dict[object, int]) -> bool:
         """Whether a process has connected: then ``turn``."""

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from kvshm._base.rundir import command_endpoint, lock_path
 from kvshm._base.timing import TIMING
 from kvshm._node.locks import take_lock
 from kvshm.config import Config
-from kvshm.coordinator import bounds, in_process
+from kvshm.coordinator import bounds, in_process, service
 from kvshm.coordinator.bounds import num_open_descriptors
 from kvshm.coordinator.in_process import serve
 from kvshm.coordinator.server import Server
@@ -62,11 +63,16 @@ def work(engines: list[ToyEngine], blocks: int, dice: random.Random) -> None:
         time.sleep(0.02)
 
 
-def forked(act: Callable[[], None]) -> int:
-    """Call it in a forked child; return the child's exit status."""
+def forked_child() -> int:
+    """Fork; return the child's pid, in the child 0."""
     with warnings.catch_warnings():  # from Python 3.12 on of threads that the child lacks
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+        return os.fork()
+
+
+def forked(act: Callable[[], None]) -> int:
+    """Call it in a forked child; return the child's exit status."""
+    child = forked_child()
     if child == 0:
         try:
             act()
@@ -294,6 +300,36 @@ def test_a_child_that_outlives_it_holds_nothing(node: Node) -> None:
         program.wait_out(lambda line: line == "left")
         assert thread.running
         FakeEngine(node, "b").joined()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(service, "_Lock"), (Server, "open")])
+def test_a_child_forked_while_it_starts_holds_nothing(
+    node: Node, owner: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked when lock or sockets have been made, and the thread does not have them yet."""
+    make = getattr(owner, name)
+    children: list[int] = []
+    waiting, end = os.pipe()
+
+    def made_in_a_fork(*args: Any, **kwargs: Any) -> object:
+        built = make(*args, **kwargs)
+        if not children:
+            if child := forked_child():
+                children.append(child)
+            else:
+                os.close(end)
+                os.read(waiting, 1)
+                os._exit(0)
+        return built
+
+    monkeypatch.setattr(owner, name, made_in_a_fork)
+    with serve(config_of(node)):
+        FakeEngine(node, "a").joined()
+    with serve(config_of(node)):
+        FakeEngine(node, "b").joined()
+    os.close(end)
+    assert os.waitpid(children[0], 0)[1] == 0
+    os.close(waiting)
 
 
 def is_free(node: Node) -> bool:
