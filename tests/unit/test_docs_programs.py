@@ -1,5 +1,5 @@
-"""What the pages call of others' programs exists: targets of make, options of pip, systemd and
-kubectl; and every variable.  Those of vLLM: tests/test_docs_vllm.py."""
+"""What the pages call of others' programs exists: targets of make, options of docker, pip,
+systemd and kubectl; and every variable.  Those of vLLM: tests/test_docs_vllm.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from .pages import PAGES, ROOT, called, check_pages, options, spans
+from .pages import IMAGES, PAGES, ROOT, called, check_pages, options, spans
 
 PIP = (sys.executable, "-m", "pip")
 HELPS = {
+    "docker run": ("docker", "run", "--help"),
     "kubectl apply": ("kubectl", "apply", "--help"),
     "kubectl logs": ("kubectl", "logs", "--help"),
     "loginctl": ("loginctl", "--help"),
@@ -96,7 +97,8 @@ def calls_of_programs(page: Path) -> Iterator[tuple[str, bool]]:
         if not shutil.which(program.split()[0]):
             continue
         known = set(options(help_on(program)))
-        for call in called(page, program):
+        for line in called(page, program):
+            call = re.split(rf" (?:{IMAGES})(?: |$)", line)[0]  # not what runs in the container
             verb = next((word for word in call.split() if not word.startswith("-")), "")
             has_verb = program not in ("systemctl", "loginctl") or bool(
                 re.search(rf"^ +{verb} ", help_on(program), re.MULTILINE)
