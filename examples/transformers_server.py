@@ -16,6 +16,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -135,15 +136,16 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)  # shows kvshm's lines, which vLLM's logger shows there
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
-    ending = threading.Event()
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
+        signal.signal(number, lambda number, _: signals.append(number))
     served = Served(options)
     served.start()
     handler = type("Handler", (Handler,), {"served": served})
     server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    ending.wait()
+    while not signals:
+        time.sleep(0.1)
     server.shutdown()
     served.manager.stop(hard_stop=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import threading
@@ -24,6 +23,11 @@ def scraped(version: str = "1") -> Samples:
     return {"kvshm_build_info": {(version, "2", "3"): 1.0}}
 
 
+def signal_without_interrupting() -> None:
+    """SIGTERM on this thread, as if it came just before the main thread waits."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+
 @pytest.fixture
 def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Serves while a coroutine works with the port; returns what was logged besides."""
@@ -34,7 +38,9 @@ def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         client_seconds: float = CLIENT_SECONDS,
         max_clients: int = MAX_CLIENTS,
         host: str = "127.0.0.1",
+        ends_it: bool = False,
     ) -> str:
+        """``ends_it``: the coroutine sends SIGTERM itself."""
         server = MetricsServer(read, host, 0, client_seconds, max_clients)
         failures, unhandled = [], signal.getsignal(signal.SIGTERM)
 
@@ -43,19 +49,15 @@ def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
                 asyncio.run(work(server.server_address[1]))
             except BaseException as exc:
                 failures.append(exc)
-            while signal.getsignal(signal.SIGTERM) is unhandled:
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGTERM)
+            if not ends_it or failures:
+                while signal.getsignal(signal.SIGTERM) is unhandled:
+                    time.sleep(0.001)
+                signal_without_interrupting()
 
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         thread = threading.Thread(target=client)
         thread.start()
-        try:
-            server.serve()
-        finally:
-            thread.join()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        server.serve()
+        thread.join()
         for failure in failures:
             raise failure
         first, *rest = capsys.readouterr().err.splitlines(keepends=True)
@@ -277,7 +279,7 @@ def test_clients_that_wait_for_others_scrapes_do_not_keep_it_from_its_end(
         waiting = [asyncio.ensure_future(get(port)) for _ in range(20)]
         while not reads:
             await asyncio.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal_without_interrupting()
         while await is_listening(port):
             await asyncio.sleep(0.001)
         go_on.set()
@@ -291,7 +293,7 @@ def test_clients_that_wait_for_others_scrapes_do_not_keep_it_from_its_end(
         writer.close()
         return True
 
-    assert serving(work, read) == ""
+    assert serving(work, read, ends_it=True) == ""
     assert len(reads) == 1
 
 

@@ -8,11 +8,9 @@ It imports nothing.
 from __future__ import annotations
 
 import os
-import signal
+import select
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +26,7 @@ from kvshm.halves import BlockId, EngineSpec, Epoch, RankInfo, SchedulerHalf, op
 from kvshm.interfaces import Region, SupportsAllocate, load_transport
 
 from ..output import clean
+from ..signals import ending_signals
 from .block_file import BlockFile, BlockFileError, Description, packed_regions
 from .dump import HOST_MEMORY
 
@@ -156,13 +155,14 @@ def serve(path: Path, config: Config, run_dir: Path) -> int:
     check_servable(file.what, config)
     count, nbytes = len(file.what.blocks), file.what.block_bytes
     # Until the file is read a signal ends the process at once.
-    with closing(FileEngine(file, config, run_dir)) as engine, _until_signal() as ended:
+    with closing(FileEngine(file, config, run_dir)) as engine, ending_signals() as ended:
         del file  # it is in memory now, and may be changed or removed
         engine.open()
-        while not ended.is_set():
+        is_ending = False
+        while not is_ending:
             if (name := _show(engine)) is not None:
                 print(f"serving {count} blocks of {nbytes} bytes as {name}", flush=True)
-            ended.wait(POLL_SECONDS)
+            is_ending = bool(select.select([ended], [], [], POLL_SECONDS)[0])
     return 0
 
 
@@ -172,16 +172,3 @@ def _show(engine: FileEngine) -> str | None:
     except KvshmError as exc:  # for example, no descriptors left: the cache tries again
         print(f"kvshm kv serve: {clean(str(exc))}; trying again", file=sys.stderr)
         return None
-
-
-@contextmanager
-def _until_signal() -> Iterator[threading.Event]:
-    """An event that SIGTERM or SIGINT sets."""
-    ended = threading.Event()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in numbers}
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

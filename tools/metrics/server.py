@@ -7,8 +7,6 @@ closes its connection.
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
 import time
@@ -22,6 +20,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 
 from ..output import say
+from ..signals import ending_signals
 from .exposition import registry_of
 from .samples import Samples
 
@@ -66,18 +65,16 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def serve(self) -> None:
         """Serve until SIGTERM or SIGINT.  Main thread only, since it handles signals."""
-        wakes, wake = os.pipe()  # no Event: a handler may interrupt its own thread in ``wait``
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: os.write(wake, b"."))
-        thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
-        thread.start()
         host, port = str(self.server_address[0]), self.server_address[1]
-        say("metrics", f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
-        os.read(wakes, 1)
+        with ending_signals() as ended:
+            say("metrics", f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
+            threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
+            ended.recv(1)
         self._ended = True
         self.shutdown()
         self.server_close()
-        self._reading.acquire()  # for good: the reader's memory is unmapped after this
+        with self._reading:  # the reader's memory is unmapped after this, and ``_ended`` is set
+            pass
 
     def server_bind(self) -> None:
         """Bind, and ask no name server for this machine's name."""

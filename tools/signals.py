@@ -1,0 +1,29 @@
+"""Commands that serve until a signal ends them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def ending_signals() -> Iterator[socket.socket]:
+    """A socket that can be read once SIGTERM or SIGINT has arrived.  Main thread only.
+
+    C code writes to it when the signal arrives: a handler in Python runs too late if the main
+    thread is about to wait, and must not touch a lock or Event that the main thread waits with.
+    """
+    heard, wake = socket.socketpair()
+    with heard, wake:
+        wake.setblocking(False)
+        descriptor = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        try:
+            yield heard
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(descriptor)
