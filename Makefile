@@ -41,27 +41,25 @@ examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline
 	VLLM_CPU_KVCACHE_SPACE=1 $(PYTHON) examples/offline.py
 
 # Twice: tests that own all they touch run side by side, since many of them wait; then, whatever
-# came of it, those that need the machine run one after the other.
+# came of it, those that need the machine, as engines do, run one after the other.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
-ALONE := tests/multiprocess/test_chaos.py tests/test_docs_vllm.py tests/transformers/test_deaths.py \
-	tests/vllm
-SIDE_BY_SIDE := -n $(WORKERS) $(ALONE:%=--ignore=%) tests
+ALONE := tests/multiprocess/test_chaos.py tests/transformers tests/vllm
 run_tests = failed=0; \
-	$(PYTHON) -m pytest -rs $(1) $(SIDE_BY_SIDE) || failed=$$?; \
-	$(PYTHON) -m pytest -rs $(1) $(ALONE) || failed=$$?; exit $$failed
+	$(PYTHON) -m pytest -rs -m "$(1) and not alone" -n $(WORKERS) tests || failed=$$?; \
+	$(PYTHON) -m pytest -rs -m "$(1) and alone" $(ALONE) || failed=$$?; exit $$failed
 
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
-	$(call run_tests,-m "not long$(if $(FAST), and not vllm)")
+	$(call run_tests,not long$(if $(FAST), and not vllm))
 
 test-all: $(ENGINE) $(KVSHM) ## all tests but the nightly ones; FAST=1 as above
-	$(call run_tests,-m "not nightly$(if $(FAST), and not vllm)")
+	$(call run_tests,not nightly$(if $(FAST), and not vllm))
 
 test-nightly: $(ENGINE) $(KVSHM) ## what is rarely red, and shown by cheaper tests as well
 	$(PYTHON) -m pytest -rs -m nightly tests
 
 coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
-	WORKERS=$(WORKERS) ALONE="$(ALONE)" $(PYTHON) -m tests.measure_coverage \
-		$(if $(ALL),$(if $(FAST),-m "not vllm"),-m "not long$(if $(FAST), and not vllm)")
+	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \
+		"$(if $(ALL),not nightly,not long)$(if $(FAST), and not vllm)"
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .

@@ -43,6 +43,9 @@ def _cost(item: pytest.Item) -> tuple[int, bool, bool]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run cheap tests first, so that a mistake shows before minutes of engines."""
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.alone)
     items.sort(key=_cost)
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items[:] = side_by_side.spread(items, _folder)

@@ -1,6 +1,6 @@
 """What the tests reach of the product: lines and branches of its Python and of its C.
 
-Usage: WORKERS=4 ALONE="paths" python -m tests.measure_coverage [arguments of pytest]
+Usage: WORKERS=4 python -m tests.measure_coverage "which tests, an expression for pytest's -m"
 
 ``make coverage`` does that with what ``make test`` runs.  Every process that tests start counts,
 unless it is killed before it can write down where it was.  The native module is built a second
@@ -96,19 +96,19 @@ def build_native() -> None:
     (ROOM / "sitecustomize.py").write_text(FOUND_FIRST.format(module=str(module)))
 
 
-def run_tests(arguments: list[str], workers: str, alone: list[str]) -> int:
-    """Run the tests as ``make test`` does, with counters: ``alone`` are those that do not run side
-    by side.  Returns pytest's first failure."""
+def run_tests(which: str, workers: str) -> int:
+    """Run the tests as ``make test`` does, with counters.  Returns pytest's first failure."""
     sources = ", ".join(str(ROOT / name) for name in PACKAGES)
     settings = ROOM / "settings"
     settings.write_text(SETTINGS.format(room=ROOM, sources=sources))
     paths = [str(ROOM), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    ignored = [f"--ignore={path}" for path in alone]
     statuses = []
-    for run in (["-n", workers, *ignored, "tests"], alone):
+    for run in ((f"{which} and not alone", "-n", workers), (f"{which} and alone",)):
         pytest = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest"]
-        done = subprocess.run([*pytest, *arguments, *run], cwd=ROOT, env=environment, check=False)
+        done = subprocess.run(
+            [*pytest, "-m", *run, "tests"], cwd=ROOT, env=environment, check=False
+        )
         statuses.append(done.returncode)
     return next(filter(None, statuses), 0)
 
@@ -161,7 +161,7 @@ def main() -> int:
     shutil.rmtree(ROOM, ignore_errors=True)
     ROOM.mkdir(parents=True)
     build_native()
-    status = run_tests(sys.argv[1:], os.environ["WORKERS"], os.environ["ALONE"].split())
+    status = run_tests(sys.argv[1], os.environ["WORKERS"])
     for what, files in (("Python", python_files()), ("C", c_files())):
         print(f"\n{total(what, files)}, lines and branches not reached\nworst files:")
         for file in sorted(files, key=lambda file: file.percent)[:WORST]:

@@ -27,7 +27,7 @@ from .chaos_node import ENGINE_POINTS, RANK_POINTS
 from .chaos_schedule import SEEDS, WEIGHTS, Fault, schedule
 from .processes import PATIENCE_SECONDS, Managed, real_processes, wait_until
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 ENDS = (

@@ -20,8 +20,6 @@ TEST_REQUIREMENTS = (
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.8",
 )
-SIDE_BY_SIDE = {"tests/unit": ("-n", "4")}
-"""Folders most of whose tests wait."""
 OF_THE_EXTRAS = (
     "numpy>=1.24",
     "safetensors>=0.4.3",
@@ -30,8 +28,6 @@ OF_THE_EXTRAS = (
     "shtab>=1.7",
 )
 """What kvshm[kv] and kvshm[ops] bring."""
-NODE = "takes its time, for the same modules as test_node.py"
-CALLS = "takes its time, for the same modules as test_compat_refused.py"
 FOLDERS = {
     "tests/unit": {
         "test_architecture_docs.py": "looks at the sources",
@@ -57,36 +53,10 @@ FOLDERS = {
     },
     "tests/core": {},
     "tests/conformance": {},
-    "tests/multiprocess": {
-        "test_deployment.py": "looks at the tree: deploy/",
-        "test_metrics.py": "looks at the tree: deploy/grafana",
-        "test_top.py": "takes its time, for the same modules as test_top_frame.py",
-        "test_status.py": "takes its time, for the same modules as test_node_health.py",
-        "test_doctor.py": "takes its time",
-        "test_tiny_engine.py": "computes with torch, which is not installed there",
-        "test_porting.py": "computes with torch, which is not installed there",
-        "test_surface_machine.py": "takes half a minute",
-        "test_node_ends.py": NODE,
-        "test_node_groups.py": NODE,
-        "test_node_others.py": NODE,
-        "test_node_asyncio.py": NODE,
-        "test_compat_retrieval.py": CALLS,
-        "test_compat_lookup_buffer.py": CALLS,
-        "test_compat_kv_pipe.py": CALLS,
-        "test_versions.py": "builds wheels of the tree, and tests those",
-        "test_dump_index.py": "runs tools/dump_index.py as a file",
-        "test_sync_points.py": "takes most of a minute",
-        "test_coordinator.py": "takes most of a minute: deaths and silences are waited for",
-        "test_client_scripted.py": "waits for many timers; a real coordinator answers in others",
-        "test_coordinator_restarts.py": "the same",
-        "test_environments.py": "takes most of a minute",
-        "test_bounds.py": "takes half a minute",
-        "test_chaos.py": "takes a minute",
-        "test_other_users.py": "takes half a minute",
-        "test_stopped_subscriber.py": "takes half a minute",
-    },
 }
 """What of each folder cannot run without the tree, or not in reasonable time, and why."""
+PROCESSES = ("check", "holders", "in_process", "kv_files", "node", "posix_shm", "transports")
+"""Of tests/multiprocess: a coordinator, engines, transports and commands, all from the wheel."""
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +95,30 @@ def test_it_runs_the_coordinator_and_the_tools(python: Path, run: Run) -> None:
     assert coordinator.returncode == 0
 
 
+@pytest.mark.nightly  # make test-pythons runs them on other versions of Python
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_tests_pass_without_the_tree(
     tester: Path, run: Run, elsewhere: Path, folder: str
 ) -> None:
-    """With nothing of the tree on sys.path: coordinator and tools are those of the wheel."""
-    where = "import kvshm._native as module; print(module.__file__)"
-    assert Path(run(tester, "-c", where, cwd=elsewhere).strip()).is_relative_to(tester.parents[1])
     left_out = []
     for name in FOLDERS[folder]:
         assert (elsewhere / folder / name.partition("::")[0]).exists()
         left_out.append(f"--{'deselect' if '::' in name else 'ignore'}={folder}/{name}")
-    side_by_side = SIDE_BY_SIDE.get(folder, ())
-    said = run(tester, "-m", "pytest", "-q", folder, *side_by_side, *left_out, cwd=elsewhere)
+    check_tests(tester, run, elsewhere, folder, *left_out)
+
+
+def test_processes_pass_their_tests_without_the_tree(
+    tester: Path, run: Run, elsewhere: Path
+) -> None:
+    files = (f"tests/multiprocess/test_{name}.py" for name in PROCESSES)
+    check_tests(tester, run, elsewhere, *files)
+
+
+def check_tests(tester: Path, run: Run, elsewhere: Path, *arguments: str) -> None:
+    """Run tests with nothing of the tree on sys.path: coordinator and tools are the wheel's."""
+    where = "import kvshm._native as module; print(module.__file__)"
+    assert Path(run(tester, "-c", where, cwd=elsewhere).strip()).is_relative_to(tester.parents[1])
+    said = run(tester, "-m", "pytest", "-q", "-n", "4", *arguments, cwd=elsewhere)
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None, said
-    assert int(passed[1]) >= (10 if folder == "tests/core" else 40), said
+    assert int(passed[1]) >= 10, said
