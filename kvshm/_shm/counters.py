@@ -1,5 +1,4 @@
-"""The counters of one engine, which lie in the header of its slot table, so that tools can read a
-running or dead engine's."""
+"""The counters of one engine, in the header of its slot table: tools read a dead engine's, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The statistics of an engine: one registry of its counters and histograms, with what each means.
+"""The statistics of an engine: one registry of its counters and histograms.
 
-A statistic's id is its place in the header of the engine's slot table (kvshm/_shm/layout.py), so
-ids are never reused or renumbered.  The texts here are also the help of the metrics.  Pure: nothing
-here reads shared memory, or needs the native module.
+A statistic's id is its place in the slot table's header, so ids are never reused or renumbered.
+The texts are also the help of the metrics.  Pure.
 """
 
 from __future__ import annotations

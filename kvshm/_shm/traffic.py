@@ -1,8 +1,5 @@
-"""The traffic of one engine: what it has copied from each peer, and on which path.
-
-One row per peer and path in the header of the importer's slot table.  The importer's scheduler
-writes it; tools read it, also after the peer or the importer has ended.
-"""
+"""The traffic of one engine: one row per peer and path in the header of the importer's slot table,
+which its scheduler writes and tools read."""
 
 from __future__ import annotations
 
