@@ -71,8 +71,7 @@ class CoordinatorSockets:
         self._context.term()
 
     def send(self, frame: bytes) -> bool:
-        """Send a command.  Returns False if there is no coordinator: the end of the next ``wait``
-        tells when there is one again."""
+        """Send a command.  False without a coordinator: a later ``wait`` notices the next one."""
         try:
             self._commands.send(frame, zmq.NOBLOCK)
         except zmq.Again:

@@ -15,15 +15,13 @@ from .protocol import EngineInfo
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Another engine in one epoch, attached for as long as this object exists.  Its table stays
-    mapped until the last plan that holds the peer is gone.  The client's thread changes ``dead``,
-    the scheduler's thread the fields after it."""
+    """Another engine in one epoch, its table mapped as long as a plan holds the peer.  The client's
+    thread changes ``dead``, the scheduler's thread the fields after it."""
 
     info: EngineInfo
     table: PeerSlotTable
     row: int
     dead: bool = False
-    """One of its processes has ended; a coordinator reports that, too."""
     failures: int = 0
     paused_until: float = 0.0
     """Reading of the clock until which nothing is planned from the peer."""

@@ -1,12 +1,8 @@
 """What one engine knows of the other engines it may share with.
 
 The coordinator's messages arrive on the client's thread and keep a row of the replica for each
-engine; the scheduler's thread looks prefixes up and records the results of loads.  A peer whose
-table cannot be used is left out, a peer that keeps failing is not used for a while; nothing here
-is an error of the serving path.
-
-The scheduler's thread never waits: it reads a view that the client's thread replaces as a whole,
-and passes its changes of the replica to the replica's writer (kvshm/_replica/index.py).
+engine; the scheduler's thread, which never waits, reads a view that is replaced as a whole, and has
+its changes made by the replica's writer.
 """
 
 from __future__ import annotations
@@ -69,8 +65,7 @@ class PeersStats(NamedTuple):
 
 class Peers:
     """The other engines of one fingerprint, and the replica of their blocks.  The sections below
-    name the thread of each method.  Only methods of the client's thread open or read tables, and
-    none raises because of a peer or the network."""
+    name each method's thread; none raises because of a peer or the network."""
 
     def __init__(
         self,
@@ -82,9 +77,8 @@ class Peers:
         listed: PeerList | None = None,
         timing: Timing = TIMING,
     ) -> None:
-        """Create the replica of engine ``engine`` in its own ``epoch``.  ``segments``: fetches the
-        peers' tables.  ``clock`` gives seconds.  ``listed``: the list that names the peers to the
-        own ranks.  Raises SegmentTooSmall."""
+        """``segments``: fetches the peers' tables.  ``listed``: names the peers to the own ranks.
+        Raises SegmentTooSmall."""
         self._epoch = epoch
         self._segments = segments
         self._clock = clock
@@ -137,8 +131,7 @@ class Peers:
         return who
 
     def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
-        """Apply events, each with its engine's epoch, in order; those of an epoch that is not
-        attached are dropped."""
+        """Apply events, each with its engine's epoch, in order."""
         find = self._view.peers.get
         known = [(peer, records) for epoch, records in batches if (peer := find(epoch))]
         try:
@@ -167,8 +160,7 @@ class Peers:
             self._leave_out(peer.info, exc)
 
     def try_again(self) -> None:
-        """Try again what has failed: to write the list for the own ranks, and to attach engines
-        that are not suspected.  About once a second."""
+        """Try again to write the list for the own ranks, and to attach engines.  Once a second."""
         if self._peer_list is not None:
             self._peer_list.write_again()
         for info in self._attach_queue.due():
@@ -180,8 +172,7 @@ class Peers:
         return epoch in self._attach_queue and epoch not in self._suspected
 
     def look_for_deaths(self) -> None:
-        """Offer no blocks of dead engines any more.  About once a second, with or without a
-        coordinator; a coordinator sees the death too, and cleans up."""
+        """Offer no blocks of dead engines, even without a coordinator.  Once a second."""
         for peer in self._peers.values():
             if not peer.dead and peer.table.died:
                 peer.dead = True
@@ -214,9 +205,8 @@ class Peers:
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int = 0, scale: int = 1
     ) -> list[PlannedRun]:
-        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
-        that usable peers seem to hold, from as few peers as possible.  ``scale``: hashes
-        for each block, the last of which is the block's.  Changes nothing."""
+        """Return the longest prefix of a group's blocks from ``start`` to ``stop`` that usable
+        peers seem to hold, from as few as possible.  ``scale``: hashes for each block."""
         view = self._view
         mask = view.mask
         while mask:
@@ -249,14 +239,12 @@ class Peers:
         return self._view.rows.get(peer.row) is peer and self._usable(peer)
 
     def forget(self, epoch: Epoch, records: bytes) -> None:
-        """Drop packed records that could not be leased or copied: a stale hint.  From now on no
-        lookup names them."""
+        """Drop packed records that proved stale: from now on no lookup names them."""
         if (peer := self._find(epoch)) is not None:
             self.replica.forget(peer.row, epoch, records)
 
     def load_failed(self, epoch: Epoch) -> bool:
-        """Record a failed load from a peer.  The third in a row puts the peer into quarantine;
-        returns whether it did."""
+        """Record a failed load; return whether it puts the peer into quarantine."""
         if (peer := self._find(epoch)) is None:
             return False
         peer.failures += 1

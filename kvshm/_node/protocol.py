@@ -1,11 +1,8 @@
 """The wire protocol between engines and the coordinator (docs/protocol.md draws the frames).
 
-Commands travel over ROUTER/DEALER, one msgpack message per frame.  Broadcasts travel over PUB/SUB;
-broadcasts that arise together share a frame.  The frame begins with the fingerprint as its topic,
-so that an engine receives only broadcasts about engines it may share with.  Block records travel
-packed (kvshm/_shm/layout.py), one batch per step; batches that wait together are one message.
-
-No message has several frames: if the sender ends between two frames, libzmq can abort the receiver.
+A broadcast's frame begins with the fingerprint as its topic, so that an engine receives only what
+is about engines it may share with.  No message has several frames: if the sender ended between two,
+libzmq could abort the receiver.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ MAX_FRAME_BYTES = MAX_COMMAND_BYTES + (1 << 16)
 QUEUE_FRAMES = 128
 """Frames that one socket keeps for a receiver that does not read; further frames are lost."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""A message longer than allowed is received, so that it is counted and its sender named.  A
-message longer than this ends the sender's connection before any byte is kept."""
+"""A longer message ends the sender's connection; up to this size it is counted and refused."""
 
 
 def abi() -> str:
@@ -49,8 +45,7 @@ def abi() -> str:
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
-    """Base of all messages; field ``type`` names the class.  Unknown fields are ignored, so a
-    newer minor version may add some."""
+    """Base of all messages; field ``type`` names the class, unknown fields are ignored."""
 
 
 Version = Annotated[str, Meta(max_length=64)]
@@ -91,8 +86,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Ask for a place in the roster.  ``engine.lease_bit`` holds the bit of an earlier join
-    (a coordinator restarted) or -1."""
+    """Ask for a place in the roster.  ``engine.lease_bit`` is that of an earlier join, or -1."""
 
     protocol: int
     engine: EngineInfo
@@ -143,19 +137,16 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class IncompatibleEngine(msgspec.Struct, frozen=True, array_like=True):
-    """An engine of the roster that is incompatible with the receiving engine, and why.  Messages
-    call it a stranger, whatever the names here are."""
+    """An engine of the roster that cannot share with the receiver; messages call it a stranger."""
 
     name: str
     pid: int
     differences: dict[str, tuple[str, str]]
-    """Fingerprint field -> (the receiving engine's value, the incompatible engine's value), causes
-    before consequences; never empty."""
+    """Fingerprint field -> (the receiver's value, the other's), causes first; never empty."""
 
 
 class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strangers"}):
-    """The roster of the engine's topic, without the engine itself, as of ``sequence``: the next
-    broadcast has sequence + 1."""
+    """The roster of the engine's topic, without the engine itself, as of ``sequence``."""
 
     protocol: int
     coordinator_epoch: int
@@ -235,8 +226,7 @@ class EngineEvents(Broadcast, frozen=True, tag="engine-events"):
 class IncompatibleJoined(
     Broadcast, frozen=True, tag="stranger-joined", rename={"engine": "stranger"}
 ):
-    """An incompatible engine is new: the engines of this topic cannot share with it, and may log
-    that."""
+    """An incompatible engine is new."""
 
     engine: IncompatibleEngine
 
@@ -304,8 +294,7 @@ def decode_command(frame: bytes) -> Command:
 
 
 def foreign_join(frame: bytes) -> ForeignJoin | None:
-    """Return the readable part of a frame that ``decode_command`` refused, if the frame is a Join:
-    of another version of the protocol, or malformed.  Else None."""
+    """Return the readable part of a frame that ``decode_command`` refused, if it is a Join."""
     with suppress(ProtocolError):
         return _decode(_foreign_decoder, frame, MAX_COMMAND_BYTES)
     return None

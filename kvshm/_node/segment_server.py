@@ -95,8 +95,7 @@ def segment_of_reply(packed: bytes, fds: list[int], what: str) -> int:
 
 def fetch_segment(path: Path, wanted: Request, timeout: float) -> int:
     """Ask the server at ``path`` for a segment; return a descriptor, which the caller closes.
-    Blocks for ``timeout`` seconds at most.  Raises SegmentNotFound, SegmentNotReady if there is no
-    reply in time, or SegmentError."""
+    Blocks for ``timeout`` seconds at most.  Raises SegmentError."""
     with _as_segment_errors():
         fds, connection = ask(path, wanted, timeout)
         connection.close()
@@ -113,8 +112,7 @@ class SegmentClient:
         self._timeout = timeout
 
     def view(self, epoch: Epoch | int) -> SlotTableView:
-        """Fetch an engine's table from the engine, to read.  Raises SegmentNotFound if the engine
-        has ended, as do ``peer_table`` and ``rank_table``."""
+        """Fetch an engine's table from the engine, to read."""
         return self._table(SlotTableView, self._engine_socket(epoch), epoch)
 
     def peer_table(self, epoch: Epoch | int) -> PeerSlotTable:
@@ -126,8 +124,7 @@ class SegmentClient:
         return self._table(RankSlotTable, self._engine_socket(epoch), epoch)
 
     def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
-        """Fetch the table of an engine in the roster, of the stated size, from the coordinator.
-        Blocks for ROSTER_TABLE_SECONDS at most, then raises SegmentNotReady."""
+        """Fetch the table of an engine in the roster, of the stated size, from the coordinator."""
         path = tables_socket(self._run_dir, self._namespace)
         largest = table_bytes(num_blocks, num_ranks)
         try:
@@ -139,8 +136,7 @@ class SegmentClient:
             raise SegmentError(str(exc)) from exc  # no coordinator: the engine may still exist
 
     def table_from_coordinator(self, epoch: Epoch | int) -> SlotTableView:
-        """Fetch a table of the roster from the coordinator, to read: for an engine that is
-        silent."""
+        """Fetch a table of the roster, to read: for an engine that is silent."""
         path = tables_socket(self._run_dir, self._namespace)
         return self._table(SlotTableView, path, epoch)
 

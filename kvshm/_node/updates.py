@@ -42,8 +42,7 @@ class EventBatches(msgspec.Struct, frozen=True):
 
 
 class EventsLost(msgspec.Struct, frozen=True):
-    """Events of this engine were lost: its slot table has to be scanned again.  Events that arrive
-    before the scan are still valid."""
+    """Events of this engine were lost: its slot table has to be scanned again."""
 
     epoch: int
 
@@ -52,11 +51,9 @@ class Coordinator(Enum):
     """A change of the coordinator's state."""
 
     MISSING = "missing"
-    """No coordinator has answered for some seconds since this engine was ready.  Passed at most
-    once, and never after a coordinator has answered."""
+    """No coordinator has answered since this engine was ready.  Passed at most once."""
     LOST = "lost"
-    """The coordinator has gone or forgotten this engine; the client joins again.  Passed once for
-    each loss.  What is known of other engines stays."""
+    """The coordinator has gone or forgotten this engine; the client joins again."""
 
 
 Update = Joined | Refused | AnyBroadcast | EventBatches | EventsLost | Coordinator
@@ -68,8 +65,7 @@ class UpdateHandler(Protocol):
     the updates.  An exception is logged once, counted and otherwise ignored."""
 
     def describe(self) -> EngineInfo | None:
-        """Return the description to join with (the client sets the lease bit), None while the
-        engine is not ready; then the client asks again soon."""
+        """Return the description to join with, None while the engine is not ready."""
         ...
 
     def apply(self, update: Update) -> None:
@@ -77,8 +73,7 @@ class UpdateHandler(Protocol):
         ...
 
     def scan_again(self, should_stop: Callable[[], bool]) -> None:
-        """Called when all updates so far are applied: scan the tables of engines whose events were
-        lost, until ``should_stop``."""
+        """All updates are applied: scan the tables of engines whose events were lost."""
         ...
 
     def beat(self) -> None:
@@ -98,8 +93,7 @@ class CallGuard:
         self._log_limit = LogLimit(math.inf)
 
     def call(self, method: Callable[..., T], *args: object) -> T | None:
-        """Return the result of ``method``, None if it raises.  A kind of failure is the method's
-        name with the types of its arguments."""
+        """Return the result of ``method``, None if it raises."""
         try:
             return method(*args)
         except Exception:  # any: a bug of the engine must not end the client's thread
