@@ -1,11 +1,9 @@
 """KV cache groups: what each needs of a prefix, and the longest prefix that all can restore.
 
-Pure.  A group is a set of layers with one block table (docs/kv-cache-groups.md).  The length of a
-prefix is counted in hashes, one for every ``hash_block_size`` tokens; a block covers one hash, or
-``scale`` of them.  A group needs its blocks from the first needed one to the end of the prefix, and
-the first needed one never moves back when the prefix grows.  So no prefix that contains a needed
-block which nobody holds can be restored, nor any longer one: the search lowers the length to the
-first such block until there is none.
+Pure.  A group is a set of layers with one block table (docs/kv-cache-groups.md).  A prefix is
+counted in hashes, one for every ``hash_block_size`` tokens; a block covers one, or ``scale`` of
+them.  The first block that a group needs never moves back when the prefix grows, so the search
+lowers the length to the first needed block that no engine holds until there is none.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ class Group:
     """Tokens of a chunk of its chunked local attention."""
     ahead: int = 0
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
-    use the group (EAGLE).  A lookup needs the keys of these, too.  An only group of full attention
-    needs none."""
+    use the group (EAGLE).  A lookup needs the keys of these, too."""
 
     @property
     def is_full(self) -> bool:
@@ -113,9 +110,8 @@ class Groups:
         return [Part(group, first, end - first) for group, first, end in needed if first < end]
 
     def longest(self, start: int, stop: int, hashes: int, find: Find) -> Restorable:
-        """Find the longest prefix, of at most ``stop`` hashes, that every group can restore behind
-        a local hit of ``start`` hashes.  ``hashes``: how many hashes there are.  Without ``runs``
-        there is none.  Asks ``find`` for each block at most once."""
+        """Find the longest prefix of at most ``stop`` of ``hashes`` hashes that every group can
+        restore behind a local hit of ``start``; without ``runs`` there is none."""
         if len(self.all) == 1:
             hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
         covers = [_Cover(group) for group in self.all]
@@ -147,8 +143,7 @@ class Restorable(NamedTuple):
     length: int
     """In hashes, from the prompt's begin; without ``runs`` it says nothing."""
     common: int
-    """Hashes of the longest prefix that the groups of full attention alone can restore, if it is
-    longer, else 0: the other groups keep blocks at some lengths only."""
+    """Hashes of the longer prefix that the groups of full attention alone can restore, else 0."""
     parts: tuple[Part, ...]
     runs: tuple[PlannedRun, ...]
     """Who holds the blocks of the parts, in their order."""

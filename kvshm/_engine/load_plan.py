@@ -1,8 +1,5 @@
-"""What the scheduler's half of a cache sends to its ranks, and what the ranks reply.
-
-All of these travel between processes of one engine (vLLM pickles them into its step
-metadata), never between engines.
-"""
+"""What the scheduler's half of a cache sends to its ranks, and what the ranks reply: pickled
+between processes of one engine, never between engines."""
 
 from __future__ import annotations
 
@@ -141,8 +138,7 @@ class PieceFailure:
 
 
 class CopyTimes(NamedTuple):
-    """When a load copied, in seconds of the wall clock: a rank may be in another time namespace
-    than the scheduler."""
+    """When a load copied, in seconds of the wall clock, because time namespaces may differ."""
 
     begun: float
     """The start of its first copy."""
@@ -161,8 +157,7 @@ class LoadReport:
     """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()
     seconds: float = field(default=0.0, compare=False)
-    """From the start of the first copy to the end of the checks, or until the step could wait no
-    longer; 0 if no copy began."""
+    """From the first copy to the end of the checks, or of the step's patience; 0 without copies."""
     paths: tuple[CopyPath | None, ...] = field(default=(), compare=False)
     """For each piece the way that its bytes took, None if they were not copied."""
     times: CopyTimes | None = field(default=None, compare=False)

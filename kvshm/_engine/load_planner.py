@@ -1,8 +1,5 @@
-"""The importer's side: from a lookup in the replica to the end of a load.
-
-Runs on the scheduler's thread.  A lookup only reads; leases are taken once vLLM has allocated the
-blocks, and released by the ranks (kvshm/_rank/rank_load.py).
-"""
+"""The importer's side: from a lookup, which only reads, to the end of a load.  Leases are taken
+once vLLM has allocated the blocks, and released by the ranks (kvshm/_rank/rank_load.py)."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ _PEERS_FAULT = {
     LoadFailure.MISMATCH,
 }
 _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
-"""All bytes were copied, but the block is not what the replica says: the replica's entry goes.
-After any other failure bytes may be missing, and the entry stays for another try."""
+"""All bytes were copied, but are not what the replica's entry says: it goes."""
 
 
 class LoadResult(NamedTuple):
@@ -57,8 +53,7 @@ class LoadResult(NamedTuple):
     nbytes: int = 0
     """Bytes of these blocks, summed over ranks."""
     taken: tuple[CopyPath, float] | None = None
-    """The slowest path of its copies, and the seconds of its slowest rank; None if there were no
-    copies."""
+    """The slowest path of its copies and its slowest rank's seconds; None without copies."""
 
 
 class LoadPlanner:
@@ -75,8 +70,7 @@ class LoadPlanner:
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.common_prefix = 0
-        """``Restorable.common`` of the last ``lookup``, or the length of what a setting refused; 0
-        if it did not search."""
+        """``Restorable.common`` of the last ``lookup``, or the length that a setting refused."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
@@ -87,8 +81,7 @@ class LoadPlanner:
     # -- lookups
 
     def has_peers(self) -> bool:
-        """Whether ``lookup`` could find another engine.  If not, the counters record a lookup
-        without a result, and the reason; without an epoch nothing is counted."""
+        """Whether ``lookup`` could find another engine; if not, the reason is counted."""
         epoch = self._cache.epoch_state
         if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
             return epoch is not None
@@ -96,18 +89,14 @@ class LoadPlanner:
         return False
 
     def attached(self, epochs: Collection[int]) -> None:
-        """All ranks have attached these peers.  If a peer was avoided because a rank had not
-        attached it, it may be used again."""
+        """All ranks have attached these peers, which may be used again."""
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
-        hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
-        Sets ``common_prefix``.  None if there is none, if it is shorter than
-        ``min_prefix_tokens`` or, with several groups, longer than ``max_import_blocks``, if this
-        engine does not import, or if no load can succeed: this engine leaves, or some of its ranks
-        are no longer alive in its epoch."""
+        hit of ``start`` hashes.  Sets ``common_prefix``.  None if there is none, a setting refuses
+        it, or no load can succeed: this engine does not import, leaves, or has lost a rank."""
         self.common_prefix = 0
         epoch = self._cache.epoch_state
         if epoch is None:
@@ -152,27 +141,23 @@ class LoadPlanner:
         return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
 
     def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
-        """Ask the engines that have these blocks of a KV cache group to hand them out last for
-        ``seconds``, an hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns
-        how many blocks were found; a hint, which ends by itself.  IndexError if there is no such
-        group."""
+        """Ask the engines that have these blocks of a group to hand them out last for ``seconds``,
+        an hour at most.  Returns how many were found.  IndexError if there is no such group."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving:
             return 0
         return self.search.hold(epoch, hashes, seconds, group)
 
     def is_current(self, plan: Plan) -> bool:
-        """Whether a load could still succeed, as far as the peers that the plan names tell: their
-        blocks may be gone."""
+        """Whether a load could still succeed, as far as the plan's peers go."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or epoch.has_ended():
             return False
         return all(run.peer is epoch.own_peer or epoch.peers.may_use(run.peer) for run in plan.runs)
 
     def worth(self, plan: Plan, waiting: float) -> bool:
-        """Whether to import the plan's blocks rather than compute them: because
-        ``min_prefix_tokens`` is set, because it is estimated to be faster, or as a trial.
-        ``waiting``: seconds by which an import delays the request in addition to the copy."""
+        """Whether to import the plan's blocks rather than compute them: by ``min_prefix_tokens``,
+        by estimate, or as a trial.  ``waiting``: seconds of delay besides the copy."""
         epoch = self._cache.epoch_state
         if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
             return True
@@ -192,14 +177,13 @@ class LoadPlanner:
     def load(
         self, plan: Plan, load_id: LoadId, targets: Sequence[BlockId], *, attached: bool = False
     ) -> LoadOrder:
-        """Lease the plan's blocks up to the first that cannot be leased, and return the load that
-        every rank has to carry out.  ``attached``: all ranks have reported that they have attached
-        the plan's peers, so the load need not describe the peers' memory.
+        """Lease the plan's blocks, and return the load that every rank has to carry out, even if
+        all are lost.  ``attached``: all ranks have reported that they have attached the plan's
+        peers.
 
-        ``targets`` are the own blocks to fill, one per block of the plan.  From the first on whose
-        source cannot be leased any more, all are listed as lost; the others too, unless the engine
-        has one group of full attention.  Hand the ranks the load even if all are lost: the request
-        waits for their reports.
+        ``targets``: the own blocks to fill, one per block of the plan.  From the first on whose
+        source cannot be leased, or all unless the engine has one group of full attention, they are
+        lost.
         """
         epoch = self._cache.epoch_state
         all_lost = LoadOrder.of_nothing(load_id, targets)
@@ -266,13 +250,9 @@ class LoadPlanner:
                 return
 
     def end_load(self, load: LoadOrder, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Account for a load that all ranks have reported.  Returns the targets that any rank
-        reports as bad, or all of them if a part of the load is of no use: they must not be used.
-        Peers that failed are avoided from now on.
-
-        If the load's epoch has ended since the ranks' re-checks, all its targets are bad: blocks
-        of the old weights must not be published in the next epoch.
-        """
+        """Account for a load that all ranks have reported.  Returns the targets that must not be
+        used: those that any rank reports as bad, or all if a part is of no use, or if the load's
+        epoch has ended, because blocks of old weights must not be published in the next one."""
         epoch, reports, targets = self._cache.epoch_state, list(reports), load.targets
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
         if epoch is None or epoch.table.epoch != load.epoch:
@@ -303,8 +283,7 @@ class LoadPlanner:
         return results
 
     def _learn(self, epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport]) -> None:
-        """Add the load's time on its slowest rank to the estimates.  A load of which some bytes
-        may not have been copied is added only if it took longer than expected."""
+        """Add the load's time on its slowest rank, or if cut short only if it was long."""
         seconds = max((report.seconds for report in reports), default=0.0)
         reasons = {failure.reason for report in reports for failure in report.failures}
         if not load.nbytes or not seconds:

@@ -23,8 +23,7 @@ def time_taken(reports: Sequence[LoadReport]) -> tuple[CopyPath, float] | None:
 def record_traffic(
     epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport], bad: Collection[BlockId]
 ) -> None:
-    """Add a load that all ranks have reported.  ``bad``: those of its targets that do not count.  A
-    rank knows the time of all its copies together, so each peer gets its share by bytes."""
+    """Add a load that all ranks have reported.  Its peers share a rank's time by bytes."""
     took = max((report.seconds for report in reports), default=0.0)
     if (taken := time_taken(reports)) is not None:
         epoch.table.histograms.observe(IMPORT_TIMES[taken[0]], round(taken[1] * 1e9))

@@ -1,9 +1,7 @@
 """Marks: what an exporting engine knows about the contents of each of its own blocks.
 
 A block's version counts its changes.  A run names blocks with the versions they had, so that a
-block that has changed since drops out of the run by itself.  Marks lie in private memory, 8 bytes
-a block: version u32, flags u32 (kvshm/native/py_marks.c walks them, one call per request and
-step).
+block that has changed since drops out of the run by itself (kvshm/native/py_marks.c walks them).
 """
 
 from __future__ import annotations
@@ -66,8 +64,7 @@ class Marks:
         self.make_sound(self._always_sound)
 
     def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Take the blocks out of all runs, so that they are not published.  Returns those that
-        are published already."""
+        """Take the blocks out of all runs.  Returns those that are published already."""
         return cast(list[BlockId], _native.marks_change(self.packed, blocks, SOUND))
 
     def clear(self, blocks: Sequence[BlockId | Any]) -> list[BlockId]:

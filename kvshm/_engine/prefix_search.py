@@ -1,9 +1,7 @@
 """Looks for the blocks of a prefix: in the other engines, and in the engine's own cache.
 
-The engine's own blocks count as well, behind its own hit: one group may have lost a block there
-that the others still have.  The engine allocates new blocks for all of them, so its own ones are
-copied like those of a peer.  Only published ones are, because the cache has a block from the moment
-that the block is scheduled, and the slot table only once the block is computed.
+The own published blocks behind the own hit count as well, because one group may have lost a block
+there that the others still have; they are copied like those of a peer.
 """
 
 from __future__ import annotations
@@ -52,9 +50,8 @@ class PrefixSearch:
         return _Finder(self, epoch, hashes)
 
     def hold(self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int) -> int:
-        """Hold the blocks of group ``number`` in one place each: in the own cache where it has
-        published them, else at the peers that a lookup names.  Returns how many were found.
-        IndexError if there is no such group."""
+        """Hold the blocks of group ``number`` in one place each: the own cache, else at peers.
+        Returns how many were found.  IndexError if there is no such group."""
         group, find = self.groups.all[number], _Finder(self, epoch, hashes)
         own, held, index, stop = list[bytes](), 0, 0, len(hashes) // group.scale
         while index < stop:

@@ -38,16 +38,14 @@ from .minute_report import MinuteReport
 log = logger(__name__)
 
 MAX_RECORDED = 8
-"""Incompatible engines, the most similar ones, that a join records in the slot table's error log,
-which holds 16 entries."""
+"""Incompatible engines that a join records in the slot table's error log, of 16 entries."""
 MAX_REMEMBERED = 256
 """Lines remembered as logged; with more of them the oldest may be logged again."""
 
 
 class RosterHandler:
     """Keeps the peers of the present epoch up to date; a ``UpdateHandler``.  ``begin`` returns the
-    present epoch and begins it if it is due; ``present`` only returns it; ``start`` is the command
-    that starts the coordinator this engine looks for."""
+    present epoch and begins it if it is due; ``start``: the coordinator's command, for the log."""
 
     def __init__(
         self,
@@ -66,14 +64,12 @@ class RosterHandler:
         self.refused: Epoch | None = None
         """The epoch that it refuses for a reason that does not pass by itself."""
         self._unknown: set[int] = set()
-        """Engines that the roster named at the first join of this epoch, and that are not known
-        yet."""
+        """Engines of the roster at this epoch's first join that are not known yet."""
         self._minute_report = MinuteReport()
 
     def knows_roster(self, epoch: Epoch) -> bool:
-        """Whether the own ``epoch`` has joined, and of each engine that the roster named then the
-        published blocks are in the replica; or the engine has ended, is silent, or never had any.
-        Any thread."""
+        """Whether the own ``epoch`` has joined, and each engine that the roster named then is in
+        the replica, or silent, or gone.  Any thread."""
         return self._joined_at[0] == epoch and not self._unknown
 
     def describe(self) -> EngineInfo | None:

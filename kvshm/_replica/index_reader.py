@@ -1,8 +1,7 @@
 """Reading a replica index: look up prefixes, list rows and entries.
 
-Any process of the same user that has a descriptor may map an engine's replica read-only and read
-it while its owner writes, as the tools do.  The result of a lookup is a hint: the lease in the
-slot table of the block's owner decides.
+Any process of the same user that has a descriptor may read while the owner writes.  The result of a
+lookup is a hint: the lease in the slot table of the block's owner decides.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class ReplicaReader:
 
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
-        """Map a replica from a descriptor, which is closed.  An owner that needs a larger replica
-        creates another segment.  ``name``: for messages.  Raises SegmentNotReady, VersionMismatch,
-        CorruptSegment or SegmentError."""
+        """Map a replica from a descriptor, which is closed.  ``name``: for messages.  Raises
+        SegmentError, and what derives from it."""
         segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
         reader = ReplicaReader(segment)
         try:
@@ -82,13 +80,9 @@ class ReplicaReader:
         scale: int = 1,
     ) -> list[tuple[int, bytes]]:
         """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
-        that the rows in the mask hold, with as few owners as possible.  Each part has the owner's
-        row and packed block records in the order of the prefix.  An empty list if the first block
-        is missing.
-
-        ``scale``: hashes for each block, the last of which is the block's.
-        ``rows_mask`` None means all live rows.  Any process; does not mutate.
-        """
+        that the rows in the mask (None: all live ones) hold, from as few as possible: each part
+        with the owner's row and packed block records.  ``scale``: hashes for each block.  Any
+        process."""
         buffer = self._segment.buffer
         if rows_mask is None:
             rows_mask = sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
