@@ -1,8 +1,5 @@
-"""Records of engines that share nothing, in the run directory: their logs say why, and so do tools.
-
-The process of such an engine leaves a small file, and holds a lock on it while it lives.  Nothing
-that goes wrong with it is an error of the engine.
-"""
+"""Records of engines that share nothing, in the run directory: small files, each locked while its
+process lives.  Nothing that goes wrong with one is an error of the engine."""
 
 from __future__ import annotations
 
@@ -191,8 +188,7 @@ def _read(path: Path) -> Declined | None:
 
 
 def _read_if(path: Path, *, living: bool) -> bytes | None:
-    """The file's contents if its process lives, or if it has ended; None otherwise.  Raises
-    OSError; never blocks."""
+    """The file's contents if its process is ``living``, or not; else None.  Raises OSError."""
     fd = os.open(path, _READ)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -27,8 +27,7 @@ def unknown_names(environ: Mapping[str, str], known: Collection[str]) -> Iterato
 
 
 def plugin_left_out(environ: Mapping[str, str]) -> Iterator[FilledLine]:
-    """Yield a line if VLLM_PLUGINS does not name kvshm: vLLM then does not load the plugin, and no
-    process of vLLM reads KVSHM_ENABLE or can warn.  ``kvshm config`` can."""
+    """Yield a line if VLLM_PLUGINS does not name kvshm, so that no process of vLLM can warn."""
     plugins = environ.get("VLLM_PLUGINS")
     if plugins is not None and "kvshm" not in plugins.split(","):
         yield CoreLine.PLUGIN_LEFT_OUT.fill(plugins)

@@ -1,7 +1,5 @@
-"""A log file that several processes append to, that may be moved away, and that may fill its disk.
-
-A line that the file does not take goes elsewhere; the process goes on.
-"""
+"""A log file that several processes append to, that may be moved away, and that may fill its disk:
+what it does not take goes elsewhere."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ class LogFile(WatchedFileHandler):
         instead: Callable[[logging.LogRecord], object],
         say: Callable[[str], object],
     ) -> None:
-        """``instead`` gets the records that the file does not take; ``say`` says elsewhere, once
-        for each failure, that the file is not written.  Raises ConfigError if the path is wrong:
-        no such folder, no permission."""
+        """``instead`` gets the records that the file does not take; ``say`` says so elsewhere, once
+        for each failure.  Raises ConfigError if the path is wrong."""
         super().__init__(path, delay=True)
         self.baseFilename = path  # not its absolute form: with a link before ".." that is another
         self.as_json = lines.as_json
@@ -58,8 +55,7 @@ class LogFile(WatchedFileHandler):
             pass  # the first line tries again, and says so
 
     def _open(self) -> Any:
-        """Open the file, and note which one it is, since the handler does so only where it has
-        closed another."""
+        """Open the file, and note which one it is."""
         stream = _WholeTexts(os.open(self.baseFilename, _FLAGS, MODE))
         try:
             found = os.fstat(stream.fileno())

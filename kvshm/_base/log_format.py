@@ -1,7 +1,6 @@
 """What a line of the log says, and its two forms: key=value for people and grep, JSON for programs.
 
-Engines and coordinator write lines of one form.  An *event* is a name, such as ``join``, with
-fields; a line without one is a message.
+An *event* is a name, such as ``join``, with fields; a line without one is a message.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ EVENT, FIELDS = "kvshm_event", "kvshm_fields"
 """Attributes of a log record that has an event."""
 
 OWN_EPOCHS: dict[int, str] = {}
-"""Epochs that this process has begun or serves, and the names of their engines; empty: unknown.
-A line says which engine wrote it if there is only one."""
+"""Epochs of this process, and their engines' names, if known: a line says its only one."""
 
 
 def note_own_epoch(epoch: int, name: str = "") -> None:
@@ -63,8 +61,7 @@ def key_values(about: dict[str, object]) -> str:
 
 
 class PlainText(logging.Filter):
-    """Makes every line printable: it may quote what a client, another engine or a file has said.
-    Lets all lines through.  Any thread."""
+    """Makes every line printable: it may quote a client, another engine or a file.  Any thread."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:

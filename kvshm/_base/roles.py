@@ -1,8 +1,5 @@
-"""Whether an engine exports and imports: one rule for everything that limits it.
-
-A source (a setting, vLLM's configuration, a change found in vLLM) may rule out exporting or
-importing.  No source can undo the limit of another one.  docs/configuration.md lists all sources.
-"""
+"""Whether an engine exports and imports: any source (a setting, vLLM's configuration) may rule it
+out, and no source can undo that.  docs/configuration.md lists all sources."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Where the values of settings come from, and which of several counts.
-
-A source says for some settings what they are.  Of sources that say something of the same setting
-the one that ``ORDER`` names first counts.
-"""
+"""Where the values of settings come from: of several sources the one that ``ORDER`` names first
+counts."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ def only(fields: Collection[str], source: Source) -> Source:
 
 
 def of_options(options: Mapping[str, str | None]) -> Source:
-    """Return what the options of a command say (``--run-dir``), unless they are None.  An empty
-    option asks for the default."""
+    """Return what a command's options say, unless they are None."""
     return {
         option.removeprefix("--").replace("-", "_"): Given(text, option, "option")
         for option, text in options.items()
@@ -126,8 +122,7 @@ def _of_table(table: Mapping[str, object], where: str, origin: str) -> Source:
 
 
 def file_of(environ: Mapping[str, str]) -> str:
-    """Return the path of the file that the environment names, empty if none.  Raises
-    ConfigError."""
+    """Return the path of the file that the environment names, or "".  Raises ConfigError."""
     if not (path := environ.get(FILE_VARIABLE, "")):
         return ""
     try:
@@ -140,8 +135,7 @@ def file_of(environ: Mapping[str, str]) -> str:
 
 
 def read_file(environ: Mapping[str, str]) -> SettingsFile:
-    """Return the file that the environment names.  Blocks for as long as the file system does.
-    Raises ConfigError, naming the file and the remedy."""
+    """Return the file that the environment names.  Blocks.  Raises ConfigError."""
     if not (path := file_of(environ)):
         return SettingsFile("", {})
     called = f"{FILE_VARIABLE}={path!r}"

@@ -71,8 +71,7 @@ def absolute_path(text: str) -> str:
 
 
 def transport(text: str) -> str:
-    """The name of a transport.  Whether it is installed is looked up by the engine that is to use
-    it."""
+    """The name of a transport, installed or not."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
         raise ValueError
     return text
@@ -84,8 +83,7 @@ def log_level(text: str) -> str:
 
 
 def spelled(value: object) -> str:
-    """Return a program's value as a variable of the environment would have it.  Raises ValueError
-    for a number with more digits than Python writes."""
+    """Return a value as a variable would have it.  ValueError: more digits than Python writes."""
     if isinstance(value, bool):
         return str(int(value))
     return str.__str__(value) if isinstance(value, str) else str(value)

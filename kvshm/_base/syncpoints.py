@@ -1,9 +1,8 @@
 """The places where tests stop or kill a real process: one list for C and Python.
 
-``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill|hang>[:<nth>]"`` in the environment, read once when
-this module is imported, makes the process stop (SIGSTOP) or die (SIGKILL) when it reaches
-the named point for the nth time (default: first), or the thread that reaches it hang for ever
-(points of the Python code only).
+``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill|hang>[:<nth>]"``, read when this module is imported,
+makes the process stop (SIGSTOP) or die (SIGKILL), or in Python the thread hang, when it reaches the
+named point for the nth time (default: first).
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ VARIABLE = "KVSHM_TEST_SYNC_POINT"
 
 
 class SyncPoint(IntEnum):
-    """A moment between two changes that other processes can see; the first six are numbered in
-    core.h."""
+    """A moment between two changes that other processes can see; the first six are core.h's."""
 
     PUBLISH_FILLED = 0
     """Slot filled, word not yet READY."""

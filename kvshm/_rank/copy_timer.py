@@ -23,8 +23,7 @@ class CopyTimer:
         self._queued = False
 
     def begin(self, queued: bool) -> None:
-        """The first copy begins.  ``queued``: another load is copying, so that it cannot be
-        timed."""
+        """The first copy begins.  ``queued``: behind another load's, so that it cannot be timed."""
         self._queued = queued
         self.begun_at = self._clock()
 
