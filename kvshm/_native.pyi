@@ -132,7 +132,7 @@ def census_of(places: Buffer, number: int, /) -> tuple[int, int]:
     """The blocks that table ``number`` was the first to have, and those that no other has."""
 
 def census_missing(table: Buffer, index: Buffer, row: int, /) -> tuple[int, int]:
-    """How many READY blocks of the table the replica lacks in the table's row, and when the first
+    """How many READY blocks of the table the replica misses in the table's row, and when the first
     of them was published, in milliseconds since the table was created (2**32 - 1: none)."""
 
 # -- replica index

@@ -1,7 +1,6 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
-kvshm/_base/setting_sources.py lists their sources.  Only ``Config.from_env`` reads and checks them;
-a bad value stops the start, an empty one counts as unset.
+Only ``Config.from_env`` reads and checks them; a bad value stops the start, an empty one is unset.
 """
 
 from __future__ import annotations
@@ -101,9 +100,8 @@ def _one_of(default: StrEnum, meaning: str) -> Any:
 class Config:
     """The settings of one process; docs/configuration.md lists them.  Any process; immutable.
 
-    ``from_env`` reads and checks them.  The constructor takes each by its name in small letters
-    without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", role="producer")``; it raises
-    ConfigError.
+    The constructor takes each by its name in small letters without ``KVSHM_``, as in
+    ``Config(run_dir="/run/kvshm", role="producer")``; it raises ConfigError.
     """
 
     enable: bool = _flag("Share this engine's prefix cache.")
@@ -143,7 +141,7 @@ class Config:
         values.milliseconds(600_000),
         "a number of milliseconds from 0 to 600000",
         "Longest wait of kvshm.join(), and under vLLM of a request that comes while the engine "
-        "joins, until the engines that are there are known; nobody waits without a coordinator.",
+        "joins, until the engines that are there are known; not without a coordinator.",
     )
     max_import_blocks: int = _setting(
         16384,
@@ -154,7 +152,7 @@ class Config:
     )
     share: Share = _one_of(
         Share.ALL,
-        "Whose blocks are shared: every request's, only those with a cache_salt, nobody's. "
+        "Whose blocks are shared: every request's, only those with a cache_salt, no request's. "
         "Only vLLM's hooks know which have one: other engines share nothing with salted-only.",
     )
     verify: bool = _flag("Checksum blocks when published and compare after each import.")
@@ -238,9 +236,8 @@ class Config:
         """Return the checked settings.  Blocks while it reads the file that KVSHM_CONFIG names.
         Raises ConfigError naming setting, value and remedy.
 
-        ``options`` of a command line override settings (--run-dir overrides KVSHM_RUN_DIR) unless
-        they are None.  ``extra_config``: kvshm's part of vLLM's kv_connector_extra_config; it
-        overrides variables.
+        ``options`` of a command line (--run-dir), unless None, and ``extra_config``, kvshm's part
+        of vLLM's kv_connector_extra_config, override variables.
         """
         syncpoints.trigger_in(environ)
         timing.timing_in(environ)
@@ -309,9 +306,9 @@ class Config:
 
     def decide_role(self, *found: Limit) -> Decision:
         """Internal: decide what the engine does, with the limits ``found`` in a running vLLM."""
-        nobody = self.share is Share.NONE
+        none = self.share is Share.NONE
         settings = (
-            Limit(f"{self.called('share')}={self.share}", no_exports=nobody, no_imports=nobody),
+            Limit(f"{self.called('share')}={self.share}", no_exports=none, no_imports=none),
             Limit(
                 f"{self.called('role')}={self.role}",
                 no_exports=self.role is Role.CONSUMER,

@@ -1,8 +1,5 @@
 """The public surface for engines whose scheduler and worker ranks are processes of their own.
 
-``kvshm.Node`` is these two halves in one process.  vLLM's hooks use them apart: they know nothing
-else of kvshm.
-
 ==================== ==============================================================================
 SchedulerHalf        in the scheduler's process: epochs, ``publisher``, ``planner`` (LoadPlanner:
                      ``lookup`` finds a Plan, ``load`` makes it a LoadOrder for the ranks,
@@ -13,8 +10,8 @@ Marks, Run, ...      what is known of the contents of each own block, for an eng
 Group, Groups, Part  KV cache groups, and the blocks a prefix needs of each
 ==================== ==============================================================================
 
-The engine carries RankInfo, LoadOrder and LoadReport from one half to the other, as it carries
-messages of its own (they can be pickled).
+The engine carries RankInfo, LoadOrder and LoadReport from one half to the other; they can be
+pickled.
 """
 
 from __future__ import annotations

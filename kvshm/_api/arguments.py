@@ -37,8 +37,7 @@ def listed(what: str, given: Iterable[T]) -> list[T]:
 
 
 def whole(what: str, given: Any, least: int | None = None) -> int:
-    """Return a whole number of any kind, numpy's included, as an int.  Raises MisuseError for
-    anything else, and for less than ``least``."""
+    """Return a whole number of any kind, ``least`` or more, as an int.  Raises MisuseError."""
     with suppress(TypeError):
         if least is None or operator.index(given) >= least:
             return operator.index(given)
@@ -63,8 +62,7 @@ def checked_start(start: int, most: int) -> int:
 
 
 def checked_name(given: str | None) -> str:
-    """Return an engine's name, made of the program's and its pid unless one is given.  Raises
-    MisuseError."""
+    """Return an engine's name, by default of the program and its pid.  Raises MisuseError."""
     name = given or f"{Path(sys.argv[0]).stem[:40] or 'python'}-{os.getpid()}"
     if not isinstance(name, str):
         raise MisuseError(f"name is {name!r}; give text")
@@ -76,8 +74,7 @@ def checked_name(given: str | None) -> str:
 
 
 def checked_regions(regions: Sequence[Region], memory: Any) -> list[Region]:
-    """Return the regions, which lie in the memory and share no byte as far as can be seen.  Raises
-    MisuseError."""
+    """Return the regions, which lie in the memory and share no byte.  Raises MisuseError."""
     given = [_region(number, region) for number, region in enumerate(listed("regions", regions))]
     if not 0 < len(given) <= MAX_REGIONS:
         raise MisuseError(f"{len(given)} regions; give 1 to {MAX_REGIONS}")
@@ -119,7 +116,7 @@ def overlap(one: Region, other: Region) -> bool:
 
 
 def end_of(region: Region) -> int:
-    """Return where it ends, in bytes from the memory's begin."""
+    """Return where it ends, in bytes from the memory's start."""
     return region.offset + (region.num_blocks - 1) * region.stride + region.block_bytes
 
 
@@ -166,8 +163,7 @@ def checked_seconds(what: str, given: Any, remedy: str = "give seconds") -> floa
 
 
 def checked_groups(groups: Sequence[Group] | None, block_size: int) -> Sequence[Group]:
-    """Return the KV cache groups, one of full attention unless some are given.  Raises
-    MisuseError."""
+    """Return the KV cache groups, by default one of full attention.  Raises MisuseError."""
     given = [Group(0, block_size)] if groups is None else listed("groups", groups)
     given = [_group(number, group) for number, group in enumerate(given)]
     for number, group in enumerate(given):

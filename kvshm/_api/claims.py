@@ -1,7 +1,4 @@
-"""Which memory the nodes of this process share: no block belongs to two of them.
-
-A block that two nodes publish or load into is checked by neither for what the other one does.
-"""
+"""Which memory the nodes of this process share: no block belongs to two of them."""
 
 from __future__ import annotations
 
@@ -85,8 +82,7 @@ def _may_overlap(one: Region, other: Region) -> bool:
 
 
 def by_address(regions: Sequence[Region], memory: Any) -> list[Region]:
-    """Return the regions as parts of the address space; without those in memory that does not say
-    where it lies."""
+    """Return the regions as parts of the address space, if their memory says where it lies."""
     memories = list(memory) if isinstance(memory, list | tuple) else [memory]
     starts = [_address(one) for one in memories]
     return [

@@ -1,7 +1,5 @@
-"""Both halves of an engine in one process: its scheduler's half, and the one rank with its memory.
-
-Whatever fails while they are opened is why the engine shares nothing; it is not the engine's error.
-"""
+"""Both halves of an engine in one process.  What fails while they are opened is why the engine
+shares nothing; it is not the engine's error."""
 
 from __future__ import annotations
 

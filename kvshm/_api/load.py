@@ -217,8 +217,7 @@ class Load:
 
 
 def pauses(timeout: float | None, clock: Callable[[], float] = time.monotonic) -> Iterator[float]:
-    """Yield how long to wait until the next look, until ``timeout`` seconds are over (None: for
-    ever).  Raises MisuseError, when the first is asked for."""
+    """Yield how long to wait until each next look, for ``timeout`` seconds.  Raises MisuseError."""
     pause, until = _FIRST_PAUSE, None
     if timeout is not None:
         until = clock() + checked_seconds("timeout", timeout)

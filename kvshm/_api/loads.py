@@ -22,7 +22,7 @@ class Loads:
     def begin(
         self, node: LoadDriver, halves: HalvesInOne, plan: Plan, targets: list[BlockId]
     ) -> Load:
-        """Take the leases and have the rank copy.  Nobody may read the targets any more."""
+        """Take the leases and have the rank copy.  The targets must not be read any more."""
         self._number += 1
         load = Load(node, self._number, targets)
         order = halves.cache.planner.load(plan, load._id, targets)
@@ -32,7 +32,7 @@ class Loads:
         return load
 
     def failed(self, node: LoadDriver, targets: list[BlockId]) -> Load:
-        """Return a load that nobody can carry out."""
+        """Return a load that cannot be carried out."""
         load = Load(node, 0, targets)
         load._end(0)
         return load

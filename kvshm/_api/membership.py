@@ -68,7 +68,7 @@ class Membership:
         return self._refusal or (halves.cache.refusal if halves is not None else "")
 
     def _refuse(self, exc: Exception) -> None:
-        """Share nothing, for good.  An error that nobody foresaw is logged in full."""
+        """Share nothing, for good.  An unforeseen error is logged in full."""
         foreseen = isinstance(exc, KvshmError | OSError)
         self._refusal = str(exc) if foreseen else f"{type(exc).__name__}: {exc}"
         log.line(CoreLine.NOT_SHARING, self._refusal, exc_info=None if foreseen else exc)
@@ -98,13 +98,12 @@ class Membership:
 
     @property
     def _shares(self) -> bool:
-        """Whether it may share: it is not closed, and neither its settings nor its memory forbid
-        it."""
+        """Whether neither ``close``, its settings nor its memory forbid it to share."""
         return self._halves is not None
 
     @property
     def _is_refused(self) -> bool:
-        """Whether waiting is of no use: nobody will let this engine share."""
+        """Whether waiting is of no use, because this engine may not share."""
         halves = self._halves
         return halves is None or halves.cache.is_refused
 
@@ -130,8 +129,7 @@ class Membership:
         self._give_up(unusable)
 
     def _begin(self, identity: Identity) -> HalvesInOne | None:
-        """Begin an epoch.  Returns both halves if they cannot: close them without the lock, which
-        the client's thread may want."""
+        """Begin an epoch.  Returns both halves if they cannot: close them without the lock."""
         self._identity, halves = identity, self._halves
         if halves is not None:
             try:
@@ -167,8 +165,7 @@ class Membership:
         self._give_up(unusable)
 
     def _opened(self, state: EpochState) -> None:
-        """An epoch is open on both halves: publish what was to be published meanwhile.  Client's
-        thread."""
+        """An epoch is open on both halves: publish what waits.  Client's thread."""
         with self._lock:
             if self._closed or self._halves is None or state is not self._halves.cache.epoch_state:
                 return
@@ -179,8 +176,7 @@ class Membership:
 
     def _living(self) -> HalvesInOne | None:
         """Both halves, None if this engine shares nothing.  Takes note of the loads that have
-        ended: their blocks are the caller's, who need not have watched.  Raises MisuseError once
-        closed."""
+        ended.  Raises MisuseError once closed."""
         if self._closed:
             raise MisuseError(f"node {self.name} is closed; join() again")
         if (halves := self._halves) is not None:

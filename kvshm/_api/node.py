@@ -27,7 +27,7 @@ class Held(StrEnum):
     PEER = "peer"
     """Another one."""
     NONE = ""
-    """Nobody that is known."""
+    """No engine that is known."""
 
 
 class Node(Membership):
@@ -149,7 +149,7 @@ class Node(Membership):
         retracted without waiting: then as ``drain`` does.
 
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
-        neither published nor being loaded, and used by nobody until the load has ended.  Leases are
+        neither published nor being loaded, and unused until the load has ended.  Leases are
         taken here, and given back by whoever ends the load.  From blocks that are gone meanwhile
         on, the load fails.  Raises MisuseError for a Found of nothing, of another node, or loaded
         before, and for other blocks than these.
@@ -168,7 +168,7 @@ class Node(Membership):
             found.loaded = True
             if halves is None:
                 return self._loads.failed(self, targets)
-            self._drain(halves)  # first: nobody may read the targets any more
+            self._drain(halves)  # first: the targets must not be read any more
             return self._loads.begin(self, halves, found._plan, targets)
 
     def _advance_loads(self) -> None:
@@ -207,8 +207,8 @@ class Node(Membership):
             return 0 if self._paused else self._publish_waiting()
 
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
-        """Let nobody read these blocks any more, before they are written or given other contents.
-        Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
+        """Let no engine read these blocks any more, before they are written or get other contents.
+        Blocks that are not published are left alone.  Waits until none reads them, for the drain
         budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
         discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
         at once; then call ``drain`` before writing them."""

@@ -1,8 +1,7 @@
 """What a caller has said about its own blocks: published, being loaded, or neither.
 
-A block is never two of these at once; a call that would make it so is refused before anything is
-done.  What is published is remembered here as well as in the slot table, so that it can be
-published again in another epoch.  Pure, not thread-safe.
+What is published is remembered here as well as in the slot table, so that it can be published again
+in another epoch.  Pure, not thread-safe.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class OwnBlocks:
     def check_contents(
         self, keys: Sequence[bytes], blocks: Iterable[int], start: int, group: int
     ) -> dict[BlockId, Content]:
-        """Return what those blocks hold that are not published yet.  ``start``: index of the first
-        block in its prefix.  Raises MisuseError."""
+        """Return what those blocks hold that are not published yet.  Raises MisuseError."""
         keys, given = listed("keys", keys), self.check_exist(blocks)
         self.check_group(group)
         if len(set(given)) != len(given):
@@ -189,8 +187,7 @@ class OwnBlocks:
 
 
 def pack_contents(contents: Mapping[BlockId, Content]) -> tuple[bytes, bytes]:
-    """Return the blocks' records, without generations, and their parents, as the slot table takes
-    them."""
+    """Return the blocks' records, without generations, and their parents, for the slot table."""
     records = pack_records(
         (content.key, block, 0, content.depth, _PUBLISH, content.group)
         for block, content in contents.items()

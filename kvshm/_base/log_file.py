@@ -17,7 +17,7 @@ from .core_lines import CoreLine
 from .log_format import LineFormatter
 
 MODE = 0o600
-# With O_NONBLOCK a path that is a pipe without a reader is an error and holds nobody up.
+# With O_NONBLOCK a path that is a pipe without a reader is an error and blocks no caller.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _WRONG_PATH = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 """What a mistyped path causes; other errors pass by themselves."""

@@ -17,7 +17,7 @@ from .setting_values import absolute_path
 
 PREFIX = "KVSHM_"
 FILE_VARIABLE = "KVSHM_CONFIG"
-"""Names the file.  There is no file in a default place: nothing applies that nobody has named."""
+"""Names the file; without it no file is read."""
 
 ORDER = (
     "an option of the command that is started, as --run-dir of kvshm-coordinator",
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 class Loaded(NamedTuple):
     """What a loader knows of settings beside their values."""
 
-    sources: Mapping[str, Given] = {}  # nobody changes it
+    sources: Mapping[str, Given] = {}  # never changed
     """Where those that are given come from, by field."""
     limits: tuple[Limit, ...] = ()
     """What limits the role in addition to the settings: vLLM's configuration."""

@@ -35,7 +35,8 @@ class Group:
     """Tokens of a chunk of its chunked local attention."""
     ahead: int = 0
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
-    use the group (EAGLE).  A lookup needs the keys of these, too."""
+    use the group (EAGLE).  A lookup needs the keys of these, too.  An only group of full attention
+    needs none."""
 
     @property
     def is_full(self) -> bool:
@@ -82,7 +83,7 @@ class Groups:
         self.step = math.lcm(*(group.scale for group in groups))
         """Hashes between two lengths at which a prefix can end."""
         self.is_single_full_attention = len(groups) == 1 and groups[0].is_full
-        """Whether a prefix is one chain of blocks, of which every begin is of use too."""
+        """Whether a prefix is one chain of blocks, of which every shorter one is of use too."""
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
         self._num_full = sum(group.is_full for group in groups)
@@ -141,7 +142,7 @@ class Restorable(NamedTuple):
     """A prefix that can be restored."""
 
     length: int
-    """In hashes, from the prompt's begin; without ``runs`` it says nothing."""
+    """In hashes, from the start of the prompt; without ``runs`` it says nothing."""
     common: int
     """Hashes of the longer prefix that the groups of full attention alone can restore, else 0."""
     parts: tuple[Part, ...]
@@ -157,7 +158,7 @@ class _Cover:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.wanted = (0, 0)
-        """The blocks that the length of the last ``limit`` needs, as begin and end."""
+        """The blocks that the length of the last ``limit`` needs, as first and end."""
         self.first = self.end = 0
         self.runs: deque[PlannedRun] = deque()
 
@@ -176,7 +177,7 @@ class _Cover:
 
     def _look(self, first: int, stop: int, find: Find) -> None:
         """Extend the cover to the blocks from ``first`` to ``stop``, or to the first of them that
-        nobody holds.  Earlier calls had no smaller ``stop``."""
+        no engine holds.  Earlier calls had no smaller ``stop``."""
         unknown = min(self.first, stop) if self.runs else stop
         found, reached = find(self.group, first, unknown)
         if self.runs and reached == self.first:

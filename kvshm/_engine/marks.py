@@ -47,7 +47,7 @@ class Marks:
 
     def __init__(self, num_blocks: int, null_block: BlockId | None = None) -> None:
         """``null_block``: stands in block tables for all blocks that are needed no more.  It is
-        always sound, because nobody reads it."""
+        always sound, because it is never read."""
         self._always_sound = [] if null_block is None else [null_block]
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""

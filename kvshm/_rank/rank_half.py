@@ -207,7 +207,7 @@ class RankHalf:
                 ongoing = [load for load in ongoing if load not in ended]
                 if not ongoing or clock() >= until:
                     break
-                time.sleep(STEP_POLL_SECONDS)  # copies are polled: a GPU wakes nobody
+                time.sleep(STEP_POLL_SECONDS)  # copies are polled: a GPU wakes no thread
             for load in ongoing:
                 self._abandon(load)
                 reports.append(load.failed_report(LoadFailure.TOO_LATE))

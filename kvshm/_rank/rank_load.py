@@ -140,13 +140,13 @@ class RankLoad:
 
     @property
     def polled(self) -> bool:
-        """Whether nobody tells when the load can go on: a peer is being attached, or a copy is
-        under way whose transport tells of no end."""
+        """Whether no call announces when the load can go on: while a peer is being attached, or
+        by a copy whose transport announces no end."""
         untold = [part for part in self._parts if not part.tells]
         return self._discarded or any(p.copy is not None or p.failure is None for p in untold)
 
     def take(self) -> bool:
-        """Whether the caller is to call ``advance``: nobody has asked before.  Any thread."""
+        """Whether the caller is the first that is to call ``advance``.  Any thread."""
         return self._taken.acquire(blocking=False)
 
     def cancel(self) -> None:

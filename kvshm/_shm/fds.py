@@ -31,7 +31,7 @@ MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
 """The kernel's SCM_MAX_FD: most descriptors in one message."""
 _UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
-_PEER_CREDENTIALS = struct.Struct("iI4x")  # struct ucred: pid, uid, and gid, which nobody reads
+_PEER_CREDENTIALS = struct.Struct("iI4x")  # struct ucred: pid, uid, and gid, which is not read
 
 
 class Credentials(NamedTuple):
@@ -177,7 +177,7 @@ def _what_failed(exc: OSError, timeout: float) -> str:
     if isinstance(exc, FileNotFoundError):
         return "there is no such socket: its owner has gone"
     if isinstance(exc, ConnectionRefusedError):
-        return "nobody listens: its owner has died"
+        return "no process listens: its owner has died"
     return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)
 
 

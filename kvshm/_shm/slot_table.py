@@ -171,8 +171,8 @@ class SlotTableView(TableHeader):
 
     def missing_in(self, replica: memoryview, row: int) -> tuple[int, float]:
         """Return how many READY blocks another replica's row misses, and the oldest's age."""
-        lacking, since_ms = _native.census_missing(self._segment.buffer, replica, row)
-        return lacking, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if lacking else 0.0
+        missing, since_ms = _native.census_missing(self._segment.buffer, replica, row)
+        return missing, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if missing else 0.0
 
     @staticmethod
     def _after(now: int, seconds: int) -> int:

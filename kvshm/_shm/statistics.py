@@ -152,7 +152,7 @@ MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was th
 MISS_NO_OWNER = Counter(
     20,
     "miss_no_owner",
-    "Lookups whose first block nobody has or, with several groups, what each of them needs.",
+    "Lookups whose first block no engine has or, with several groups, what each of them needs.",
 )
 MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
 MISS_LEASE_LOST = Counter(
@@ -240,7 +240,7 @@ IMPORTED_TOKENS = Counter(
     50, "imported_tokens", "Prompt tokens that imports have brought.", Unit.TOKENS
 )
 LOADS_LOST = Counter(
-    51, "loads_lost", "Imports whose end nobody reported in time; their requests were computed."
+    51, "loads_lost", "Imports whose end was not reported in time; their requests were computed."
 )
 
 # -- replica and coordinator
@@ -260,7 +260,7 @@ SWEPT = Counter(
 WEIGHTS_WRITTEN = Counter(
     62,
     "weights_written",
-    "Times that ranks found weights written which nobody had announced; docs/fingerprint.md.",
+    "Times that ranks found weights written without announcement; docs/fingerprint.md.",
 )
 STILL_MAPPED = Counter(
     63, "still_mapped", "Times that a rank's KV cache slept while other engines still mapped it."
