@@ -31,8 +31,6 @@ _PLACE = ("run_dir", "namespace")
 
 
 class Share(StrEnum):
-    """Whose blocks are shared."""
-
     ALL = "all"
     SALTED_ONLY = "salted-only"
     NONE = "none"
@@ -65,7 +63,6 @@ class Setting(NamedTuple):
     name: str
     """Of its environment variable, by which messages call the setting."""
     field: str
-    """Its name everywhere else."""
     default: Any
     parse: Callable[[str], Any]
     accepts: str

@@ -21,13 +21,11 @@ from kvshm.errors import MisuseError
 from kvshm.interfaces import MAX_REGIONS, Region
 
 MAX_GROUPS = 1 << 16
-"""As many as a block's record can name."""
 
 T = TypeVar("T")
 
 
 def listed(what: str, given: Iterable[T]) -> list[T]:
-    """Return what was given as a list.  Raises MisuseError."""
     if isinstance(given, str | bytes):
         raise MisuseError(f"{what} is {given!r}; give a list of them")
     try:
@@ -55,7 +53,6 @@ def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def checked_start(start: int, most: int) -> int:
-    """Return the index of a first block.  Raises MisuseError."""
     if not 0 <= (begin := whole("start", start)) <= most:
         raise MisuseError(f"start is {start!r}; give an index among the {most} keys, not tokens")
     return begin
@@ -92,7 +89,6 @@ def checked_regions(regions: Sequence[Region], memory: Any) -> list[Region]:
 
 
 def _region(number: int, region: Any) -> Region:
-    """The region, of Python's own whole numbers."""
     if not isinstance(region, Region):
         raise MisuseError(f"region {number} is {region!r}; give a Region")
     return Region(*(whole(f"a number of region {number}", n) for n in astuple(region)))
@@ -145,14 +141,12 @@ def _check_memory(regions: Sequence[Region], memory: Any) -> None:
 
 
 def checked_block_size(block_size: int) -> int:
-    """Return the tokens of a block.  Raises MisuseError."""
     if not 0 < (tokens := whole("block_size", block_size)) < 1 << 32:
         raise MisuseError(f"block_size is {block_size!r}; give the tokens of a block, 1 or more")
     return tokens
 
 
 def checked_seconds(what: str, given: Any, remedy: str = "give seconds") -> float:
-    """Return seconds as a number.  Raises MisuseError."""
     try:
         seconds = math.nan if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, OverflowError):

@@ -37,11 +37,9 @@ class Claim:
                 )
 
     def belong_to(self, node: Node) -> None:
-        """The regions are the node's, until it is closed."""
         self._node = weakref.ref(node)
 
     def give_up(self) -> None:
-        """There will be no node."""
         self._regions = ()
 
     def _counts(self) -> bool:
@@ -93,7 +91,6 @@ def by_address(regions: Sequence[Region], memory: Any) -> list[Region]:
 
 
 def _address(memory: Any) -> int | None:
-    """Where it lies, as ``allocate`` and tensors say it."""
     if isinstance(address := getattr(memory, "address", None), int):
         return address
     pointer = getattr(memory, "data_ptr", None)

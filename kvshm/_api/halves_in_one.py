@@ -62,7 +62,6 @@ class HalvesInOne:
         self.rank.end_epoch()
 
     def _open_epoch(self, state: EpochState) -> None:
-        """On the client's thread."""
         try:
             self.rank.open_epoch(state.table.epoch)
         except Exception as exc:  # any, of a transport: for example, no descriptors

@@ -133,7 +133,6 @@ def _settings(given: Config | None) -> Config:
 
 
 def _check_kind(memory: Any, path: Any, device: str) -> None:
-    """Raise MisuseError if the memory is of another kind than the transport shares."""
     if isinstance(path, TransportError):  # a line in the log will say so
         return
     allocated = hasattr(memory, "buffer")
@@ -157,7 +156,6 @@ def _started(node: Node, identity: Identity, patience: float) -> Node:
 
 
 def _check_may_share(config: Config) -> None:
-    """Raise KvshmError if the settings leave nothing to share."""
     if (refusal := config.decide_role().refusal) is not None:
         raise KvshmError(refusal)
     if config.share is Share.SALTED_ONLY:

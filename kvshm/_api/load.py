@@ -208,7 +208,6 @@ class Load:
             self._node._cancel_load(self)
 
     def _end(self, good: int) -> None:
-        """It has ended: ``good`` of its blocks are."""
         self._good = good
         self.state = LoadState.DONE if good == len(self.targets) else LoadState.FAILED
 

@@ -52,7 +52,6 @@ class Membership:
         self._log_limit = LogLimit()
         self._paused = self._closed = False
         self._open: EpochState | None = None
-        """The epoch that is open on both halves."""
         self._halves: HalvesInOne | None = None
         try:
             self._halves = open_halves(self._opened)
@@ -123,7 +122,6 @@ class Membership:
             time.sleep(pause)  # nothing calls back (ADR 0022)
 
     def _start(self, identity: Identity) -> None:
-        """Begin the first epoch, for ``join``."""
         with self._lock:
             unusable = self._begin(identity)
         self._give_up(unusable)

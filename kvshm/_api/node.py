@@ -82,7 +82,6 @@ class Node(Membership):
             return Found(self, keys, start, plan)
 
     def _lengths_of(self, found: Found) -> tuple[int, ...]:
-        """``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
             if self._groups.is_single_full_attention or halves is None or state is None:
@@ -172,13 +171,11 @@ class Node(Membership):
             return self._loads.begin(self, halves, found._plan, targets)
 
     def _advance_loads(self) -> None:
-        """Take note of the loads that have ended; does not block."""
         with self._lock:
             if self._halves is not None:
                 self._loads.collect(self._halves)
 
     def _cancel_load(self, load: Load) -> None:
-        """``Load.cancel``."""
         with self._lock:
             if self._halves is not None:
                 self._halves.rank.cancel(load._id)

@@ -84,7 +84,6 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def _pack(tokens: Sequence[int]) -> bytes:
-    """The tokens, 4 bytes each, little endian."""
     try:
         words = array("I", list(tokens))  # a list: of bytes, array would take the numbers apart
     except (OverflowError, TypeError) as exc:

@@ -36,13 +36,11 @@ class Declined(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     pid: int
-    """As the engine sees it."""
     model: str
     reason: str
     on_purpose: bool
     """Whether a setting says so (KVSHM_SHARE=none)."""
     since: float
-    """Seconds since 1970."""
     pid_namespace: int = 0
     """The engine's, by its number; 0 if that is not known."""
 
@@ -119,7 +117,6 @@ def forget_declined(engine: str) -> None:
 
 
 def declined_now(engine: str, model: str, reason: str, *, on_purpose: bool) -> Declined:
-    """Return what to record of an engine of this process that declines now."""
     return Declined(
         engine=engine,
         pid=os.getpid(),
@@ -164,7 +161,6 @@ def list_declined(run_dir: Path, namespace: str | None) -> list[tuple[str, Decli
 
 
 def left_declined(run_dir: Path, namespace: str) -> list[Path]:
-    """Return the records whose processes have ended."""
     left = []
     for _, path in _files(run_dir, namespace):
         with suppress(OSError):

@@ -16,7 +16,6 @@ from kvshm.errors import ConfigError
 CONNECTOR = "KvshmConnector"
 MULTI = "MultiConnector"
 CHILDREN = "connectors"
-"""Key of a MultiConnector's list."""
 BESIDE = "kvshm"
 """Key of kvshm's settings in the configuration of another connector."""
 

@@ -27,9 +27,7 @@ def guard_forks(owner: ForkAware) -> None:
 class Closeable(Protocol):
     """What a forked child inherits and must not keep open."""
 
-    def close(self) -> None:
-        """Close it in this process."""
-        ...
+    def close(self) -> None: ...
 
 
 _inherited: weakref.WeakSet[Closeable] = weakref.WeakSet()

@@ -19,7 +19,6 @@ from .log_lines import FilledLine, LogLine
 
 REPEAT_SECONDS = 60.0
 MAX_KINDS = 256
-"""Kinds of lines that are remembered."""
 
 MAX_LINES = 200
 """How many lines a process of an engine logs within LIMIT_SECONDS at most."""
@@ -28,7 +27,6 @@ LIMIT_SECONDS = 60.0
 OURS = "vllm.kvshm"
 """The logger above all others of kvshm."""
 _PAST_LIMITS = "kvshm_past_limits"
-"""Attribute of a log record that no limit counts."""
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
@@ -53,7 +51,6 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(name: str) -> Logger:
-    """Return the logger of module ``name`` (its ``__name__``) below ``vllm``."""
     below = logging.getLogger("vllm." + name)
     below.addFilter(LINE_LIMIT)
     below.addFilter(_PLAIN_TEXT)
@@ -85,7 +82,6 @@ class LineLimit(logging.Filter):
         self.reset()
 
     def reset(self) -> None:
-        """Count from now on."""
         self._since, self._lines, self._left_out = self._clock(), 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -111,7 +107,6 @@ def say(text: str) -> None:
 
 
 LINE_LIMIT = LineLimit(say)
-"""Of all lines of this process."""
 _PLAIN_TEXT = PlainText()
 
 
@@ -151,5 +146,4 @@ class LogLimit:
                 del self._last_logged[kind]
 
     def forget_in_child(self) -> None:
-        """A thread that the child does not have may hold the lock."""
         self._lock = threading.Lock()

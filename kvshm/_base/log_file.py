@@ -55,7 +55,6 @@ class LogFile(WatchedFileHandler):
             pass  # the first line tries again, and says so
 
     def _open(self) -> Any:
-        """Open the file, and note which one it is."""
         stream = _WholeTexts(os.open(self.baseFilename, _FLAGS, MODE))
         try:
             found = os.fstat(stream.fileno())
@@ -66,7 +65,6 @@ class LogFile(WatchedFileHandler):
         return stream
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line that ``emit`` has made of the record."""
         return self._line
 
     def _line_of(self, record: logging.LogRecord) -> str:

@@ -17,12 +17,9 @@ PREFIX = "kvshm: "
 MAX_VALUE = 1000
 """Characters of a value or message that are written at most."""
 MAX_MESSAGE = 4000
-"""The same of a message in vLLM's own log."""
 MAX_TRACEBACK = 16_000
-"""The same of a traceback."""
 
 EVENT, FIELDS = "kvshm_event", "kvshm_fields"
-"""Attributes of a log record that has an event."""
 
 OWN_EPOCHS: dict[int, str] = {}
 """Epochs of this process, and their engines' names, if known: a line says its only one."""
@@ -34,7 +31,6 @@ def note_own_epoch(epoch: int, name: str = "") -> None:
 
 
 def forget_own_epoch(epoch: int) -> None:
-    """It has ended.  Any number of times."""
     OWN_EPOCHS.pop(epoch, None)
 
 
@@ -56,7 +52,6 @@ def printable(text: str) -> str:
 
 
 def key_values(about: dict[str, object]) -> str:
-    """Return ``key=value ...``."""
     return " ".join(f"{key}={quote(_cut(str(value)))}" for key, value in about.items())
 
 

@@ -40,7 +40,6 @@ def start_log(level: str, log_format: str = "text", log_file: str = "") -> None:
 
 
 def _what(handler: logging.Handler) -> tuple[bool, str]:
-    """The format and the file of one of these handlers."""
     return (handler.as_json, handler.baseFilename) if isinstance(handler, LogFile) else (True, "")
 
 
@@ -112,7 +111,6 @@ def _write(handler: logging.StreamHandler[Any], line: str) -> None:
 
 
 def _handlers_of_vllm(level: int) -> list[logging.Handler]:
-    """The handlers that get what is logged as ``vllm``."""
     found: list[logging.Handler] = []
     logger: logging.Logger | None = logging.getLogger("vllm")
     while logger is not None:

@@ -20,7 +20,6 @@ class Limit(NamedTuple):
     """What one source rules out; usually nothing."""
 
     source: str
-    """Name of the source in the log: ``KVSHM_ROLE=consumer``."""
     no_exports: bool
     no_imports: bool
 
@@ -35,7 +34,6 @@ class Decision(NamedTuple):
 
     @property
     def refusal(self) -> str | None:
-        """Why the engine shares nothing at all, or None."""
         if not (self.no_exports and self.no_imports):
             return None
         if self.no_exports == self.no_imports:

@@ -95,17 +95,14 @@ def _check(directory: Path, found: os.stat_result) -> None:
 
 
 def command_endpoint(run_dir: Path, namespace: str) -> str:
-    """Address of the coordinator's ROUTER: receives joins, leaves, events and heartbeats."""
     return f"ipc://{_socket(run_dir, f'{namespace}.commands')}"
 
 
 def event_endpoint(run_dir: Path, namespace: str) -> str:
-    """Address of the coordinator's PUB: sends broadcasts."""
     return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
 
 
 def lock_path(run_dir: Path, namespace: str) -> Path:
-    """File whose flock makes a coordinator the only one of its namespace."""
     return run_dir / f"{namespace}.lock"
 
 
@@ -135,7 +132,6 @@ def require_room(run_dir: Path, namespace: str) -> None:
 
 
 def start_command(run_dir: Path, namespace: str) -> str:
-    """The shell command that starts the coordinator of this run directory and namespace."""
     return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
 
 
@@ -154,7 +150,6 @@ class FoundFile(NamedTuple):
 
 
 def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundFile]:
-    """Return the sockets of engines and ranks, of one namespace (None: of all)."""
     return _find(run_dir, _SOCKET, namespace)
 
 

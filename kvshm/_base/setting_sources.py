@@ -40,16 +40,13 @@ class Given(NamedTuple):
     called: str
     """What a message about the value calls the setting, so that its reader finds it."""
     origin: str
-    """The source, for ``kvshm config``."""
 
 
 class Loaded(NamedTuple):
     """What a loader knows of settings beside their values."""
 
     sources: Mapping[str, Given] = {}  # never changed
-    """Where those that are given come from, by field."""
     limits: tuple[Limit, ...] = ()
-    """What limits the role in addition to the settings: vLLM's configuration."""
     mistakes: tuple[FilledLine, ...] = ()
 
 
@@ -61,7 +58,6 @@ class SettingsFile(NamedTuple):
     """A TOML file that was read."""
 
     path: str
-    """Empty if the environment names no file."""
     keys: Mapping[str, object]
 
 
@@ -72,7 +68,6 @@ def merged(*sources: Source) -> Source:
 
 
 def only(fields: Collection[str], source: Source) -> Source:
-    """Return what a source says of ``fields``."""
     return {field: source[field] for field in fields if field in source}
 
 
@@ -109,7 +104,6 @@ def of_extra_config(extra: Mapping[str, object], fields: Collection[str]) -> Sou
 
 
 def of_file(file: SettingsFile) -> Source:
-    """Return what a file says."""
     return _of_table(file.keys, file.path, f"file {file.path}")
 
 

@@ -18,7 +18,6 @@ def boolean(text: str) -> bool:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Return the parser of whole numbers from ``least`` on."""
 
     def parse(text: str) -> int:
         # int() also accepts blanks, signs, underscores and digits of other scripts.
@@ -71,14 +70,12 @@ def absolute_path(text: str) -> str:
 
 
 def transport(text: str) -> str:
-    """The name of a transport, installed or not."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
         raise ValueError
     return text
 
 
 def log_level(text: str) -> str:
-    """A level of Python's logging."""
     return _LEVELS[_LEVELS.index(text.upper())]
 
 

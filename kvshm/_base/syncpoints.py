@@ -58,7 +58,6 @@ class SyncPointTrigger(NamedTuple):
 
     point: SyncPoint
     action: signal.Signals | None
-    """The signal that the process gets; None: the thread hangs."""
     nth: int = 1
 
 
@@ -79,13 +78,11 @@ def parse_trigger(text: str) -> SyncPointTrigger:
 
 
 def trigger_in(environ: Mapping[str, str]) -> SyncPointTrigger | None:
-    """Return what these environment variables ask for, or None.  Raises ConfigError."""
     text = environ.get(VARIABLE)
     return parse_trigger(text) if text else None
 
 
 _armed: SyncPointTrigger | None = None
-"""The trigger of this process, if its point is in Python."""
 _visits = itertools.count(1)
 
 

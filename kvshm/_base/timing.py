@@ -101,7 +101,6 @@ class Timing:
 
 
 def timing_in(environ: Mapping[str, str]) -> Timing:
-    """Return the timing of a process with these environment variables.  Raises ConfigError."""
     if not (text := environ.get(VARIABLE)):
         return Timing()
     try:
@@ -113,7 +112,6 @@ def timing_in(environ: Mapping[str, str]) -> Timing:
 
 
 TIMING = Timing()
-"""The timing of this process."""
 with suppress(ConfigError):  # Config.from_env raises it, where callers expect that
     TIMING = timing_in(os.environ)
 
@@ -128,7 +126,6 @@ class RetryPause:
         self._until: float | None = None
 
     def tried(self) -> None:
-        """Begin the next pause; call it with each try."""
         self._seconds = min(self._longest, 2 * self._seconds or self._first)
         self._until = self._clock() + self._seconds
 

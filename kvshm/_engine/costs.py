@@ -29,7 +29,6 @@ REFUSALS_PER_TRIAL = 64
 _MIN_SPREAD = 4.0
 """Smallest ratio of two counts from which a slope can be computed."""
 _EMPTY = (0.0, 0.0, 0.0)
-"""Weight, count and seconds before anything was seen."""
 
 
 class LinearFit:
@@ -65,7 +64,6 @@ class LinearFit:
         return self._fit
 
     def means(self) -> list[tuple[float, float]]:
-        """Mean count and mean seconds of each size, in no order."""
         return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
 
     def _compute_fit(self) -> tuple[float, float] | None:
@@ -81,7 +79,6 @@ class LinearFit:
 
     @property
     def mean(self) -> tuple[float, float] | None:
-        """Mean count and mean seconds; None without observations."""
         weight, count, seconds = self._all
         return (count / weight, seconds / weight) if weight else None
 
@@ -96,7 +93,6 @@ class Costs:
         self._loaded = 0
         self._refused = 0
         self._in_a_row = 0
-        """Imports since the last prefill."""
         self.prefill_tokens = UNMEASURED_TOKENS
         """The fewest tokens of a step that counts as a prefill.  The caller lowers it if the
         engine's limit of tokens per step is lower."""
@@ -105,7 +101,6 @@ class Costs:
         """Whether a prefill was measured at least twice; the first one may be slow."""
 
     def add_step(self, tokens: int, seconds: float) -> None:
-        """A step computed ``tokens`` in ``seconds``."""
         if tokens <= 0 or seconds <= 0:
             return
         self._seen += 1
@@ -134,7 +129,6 @@ class Costs:
         return longest / most * tokens
 
     def step_seconds(self) -> float:
-        """Mean seconds of a step; 0 before the first."""
         mean = self._steps.mean
         return mean[1] if mean else 0.0
 
@@ -159,6 +153,5 @@ class Costs:
         return worth and self._in_a_row % IMPORTS_PER_TRIAL[self.known] != 0
 
     def try_anyway(self) -> bool:
-        """Whether to do an import that is not worth it, as a trial (REFUSALS_PER_TRIAL)."""
         self._refused = (self._refused + 1) % REFUSALS_PER_TRIAL
         return self._refused == 0

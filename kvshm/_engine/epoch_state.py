@@ -35,7 +35,6 @@ class EngineSpec:
     model: str
     num_blocks: int
     block_size: int
-    """Tokens per hash."""
     asynchronous: bool = False
     """Whether the next step is scheduled while one runs, so that a wait can overlap."""
 
@@ -49,10 +48,8 @@ class EpochState:
     table: OwnSlotTable
     peers: Peers
     server: SegmentServer
-    """Hands out the table and the replica."""
     info: EngineInfo
     draining: list[BlockId] = field(default_factory=list)
-    """Retracted blocks whose leases the next dispatch waits for.  Scheduler's thread only."""
     outbox: list[bytes] = field(default_factory=list)
     """Events not yet handed to the client.  Scheduler's thread only."""
     seen_alive: bool = False
@@ -87,7 +84,6 @@ class HasEpoch(Protocol):
     epoch_state: EpochState | None
     """None without an epoch.  Any thread may read it; each read may find another epoch."""
     role: Decision
-    """Whether the engine exports and imports."""
 
 
 def begin_epoch(

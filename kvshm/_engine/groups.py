@@ -88,7 +88,6 @@ class Groups:
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
         self._num_full = sum(group.is_full for group in groups)
         self.leading = groups[self._in_turn[0]]
-        """The group that is looked up first."""
 
     def reach(self, start: int, hashes: int) -> int:
         """Return the length, in hashes, of the longest prefix that ``hashes`` hashes can cover
@@ -188,7 +187,6 @@ class _Cover:
         self.first = first
 
     def cut(self, first: int, end: int) -> Iterable[PlannedRun]:
-        """Return the runs of these blocks, all of which are covered."""
         if (first, end) == (self.first, self.end):
             return self.runs
         at, parts = self.first, []

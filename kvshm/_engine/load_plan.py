@@ -30,26 +30,21 @@ class Plan(NamedTuple):
     length: int
     """Hashes by which the prefix becomes longer."""
     parts: tuple[Part, ...]
-    """The blocks to copy, by group."""
     runs: tuple[PlannedRun, ...]
     """Who seems to hold these blocks, in their order."""
     made_at: float
     """Monotonic seconds; a plan older than PLAN_SECONDS leases nothing."""
     nbytes: int = 0
-    """Bytes that each rank has to copy."""
 
     @property
     def own_runs(self) -> list[PlannedRun]:
-        """The runs of blocks that are copied within the engine's own cache."""
         return [run for run in self.runs if run.peer.info.epoch == self.epoch]
 
     def own_blocks(self) -> list[BlockId]:
-        """The blocks of these runs."""
         return [block for run in self.own_runs for block in block_ids(run.records)]
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are copied."""
         return sum(run.num_blocks for run in self.runs)
 
 
@@ -64,9 +59,7 @@ class Piece:
     taken: bytes
     """One byte per record: 1 if this load holds the lease and has to release it."""
     targets: tuple[BlockId, ...]
-    """Own blocks that receive the copies."""
     block_bytes: int
-    """Bytes of one block in the memory of one rank."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +90,9 @@ class LoadOrder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that each rank has to copy."""
         return sum(piece.block_bytes * len(piece.targets) for piece in self.pieces)
 
     def bytes_of(self, blocks: int) -> int:
-        """Bytes of the first ``blocks`` blocks on each rank."""
         nbytes = 0
         for piece in self.pieces:
             of_piece = min(blocks, len(piece.targets))
@@ -123,9 +114,7 @@ class LoadFailure(StrEnum):
     MISMATCH = "mismatch"
     """KVSHM_VERIFY: the copied bytes are not those that were published."""
     CANCELLED = "cancelled"
-    """The engine wants the blocks no more."""
     OWN_RESET = "own-reset"
-    """The importer's own epoch ended meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +130,8 @@ class CopyTimes(NamedTuple):
     """When a load copied, in seconds of the wall clock, because time namespaces may differ."""
 
     begun: float
-    """The start of its first copy."""
     copied: float
-    """The end of its last copy, as soon as the rank saw it."""
     checked: float
-    """The end of the checks."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +140,6 @@ class LoadReport:
 
     load_id: LoadId
     bad: tuple[BlockId, ...]
-    """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     """From the first copy to the end of the checks, or of the step's patience; 0 without copies."""

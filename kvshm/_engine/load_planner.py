@@ -49,7 +49,6 @@ class LoadResult(NamedTuple):
     length: int
     """Hashes by which they make the prefix longer."""
     failed: bool
-    """Whether some block has to be computed."""
     nbytes: int = 0
     """Bytes of these blocks, summed over ranks."""
     taken: tuple[CopyPath, float] | None = None
@@ -74,7 +73,6 @@ class LoadPlanner:
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
-        """Results of the loads that have ended since the last ``take_results``."""
         self.leaving = False
         """Set when the engine ends: no load can succeed any more.  Any thread may set it."""
 
@@ -134,7 +132,6 @@ class LoadPlanner:
         return plan
 
     def _why_refused(self, found: Restorable, tokens: int) -> Counter | None:
-        """Return the counter of the setting that forbids to import this prefix, if one does."""
         least, most = self._config.min_prefix_tokens, self._config.max_import_blocks
         if least is not Auto.AUTO and tokens < least:
             return c.MISS_TOO_SHORT
@@ -169,7 +166,6 @@ class LoadPlanner:
         return tried
 
     def load_seconds(self, load: LoadOrder) -> float:
-        """Seconds that a load is estimated to take."""
         return self.costs.load_seconds(load.nbytes)
 
     # -- loads
@@ -278,7 +274,6 @@ class LoadPlanner:
         return bad
 
     def take_results(self) -> list[LoadResult]:
-        """Return the results of the loads that have ended since the last call."""
         results, self.results = self.results, []
         return results
 
@@ -317,7 +312,6 @@ class LoadPlanner:
 
 
 def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:
-    """Release the leases of a load that is of no use."""
     for run, piece in zip(plan.runs, pieces, strict=False):
         if bit >= 0 and any(piece.taken):
             with suppress(KvshmError):  # the exporter takes them back after one drain budget

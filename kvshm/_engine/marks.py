@@ -19,19 +19,14 @@ class Run(NamedTuple):
     """Consecutive blocks of a chain."""
 
     chain: list[bytes]
-    """The chain's hashes."""
     first: int
-    """Index of the first block."""
     packed: bytes
-    """The blocks with their versions (``Marks.with_versions``)."""
     scale: int = 1
     """Hashes of the chain for each block.  The last of them is the block's own."""
     owner: Any = None
-    """For the caller."""
 
     @property
     def end(self) -> int:
-        """The index behind the last block."""
         return self.first + len(self.packed) // _PAIR.size
 
 
@@ -82,7 +77,6 @@ class Marks:
             self._words[2 * block + 1] |= SOUND
 
     def with_versions(self, blocks: Iterable[BlockId]) -> bytes:
-        """Return the blocks with their present versions, packed for a run."""
         return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
 
 
@@ -96,5 +90,4 @@ objects, each with the first hash whose block is written and the token before wh
 
 
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:
-    """Return the blocks that the runs name."""
     return [BlockId(block) for run in runs for block, _ in _PAIR.iter_unpack(run.packed)]

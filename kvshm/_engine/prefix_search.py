@@ -46,7 +46,6 @@ class PrefixSearch:
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
 
     def finder(self, epoch: EpochState, hashes: Sequence[bytes]) -> Find:
-        """Return what finds the blocks of one prompt."""
         return _Finder(self, epoch, hashes)
 
     def hold(self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int) -> int:
@@ -67,8 +66,6 @@ class PrefixSearch:
 
 
 class _Finder:
-    """Finds runs of blocks of one prompt."""
-
     def __init__(self, search: PrefixSearch, epoch: EpochState, hashes: Sequence[bytes]) -> None:
         self._search = search
         self._epoch = epoch
@@ -85,12 +82,10 @@ class _Finder:
         return runs, first
 
     def remote(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
-        """The longest run of blocks that peers seem to hold, cut where the peer changes."""
         lookup = self._epoch.peers.lookup
         return lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
 
     def own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
-        """The longest run of published blocks in the engine's own cache."""
         digests = (self._hashes[(i + 1) * group.scale - 1] for i in range(first, stop))
         blocks = self._search.own_blocks(digests, group.number)
         generations = self._epoch.table.generations(blocks)

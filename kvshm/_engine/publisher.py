@@ -29,7 +29,6 @@ class SlowImporters:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def mask(self, tables_by_bit: Callable[[], Mapping[int, PeerSlotTable]]) -> int:
-        """Return the lease bits of the importers that are slow now."""
         if self._seen:
             tables = tables_by_bit()
             self._seen = {
@@ -62,7 +61,6 @@ class Publisher:
         budget_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` takes events and does not block."""
         self._cache = cache
         self._send = send
         self._budget = budget_seconds

@@ -58,7 +58,6 @@ class RosterHandler:
         self._start = start
         self._log_limit = LogLimit(math.inf, most=MAX_REMEMBERED)
         self._joined_at: tuple[int, int] = (0, 0)
-        """The own epoch and the coordinator's with which it last joined."""
         self.refusal = ""
         """Why the coordinator refuses the engine, as last heard; empty if it does not."""
         self.refused: Epoch | None = None

@@ -181,7 +181,6 @@ class CoordinatorSession:
         return self._sockets.readable
 
     def work(self) -> None:
-        """Handle the messages that have arrived and the timers that are due."""
         for frame in self._sockets.replies():
             self._handle(self._on_reply, frame)
         for frame in self._sockets.broadcasts():
@@ -226,7 +225,6 @@ class CoordinatorSession:
     # -- what the engine receives
 
     def _pass_on(self, *more: Update) -> None:
-        """Pass the updates of the broadcasts to the engine, then ``more``."""
         for item in (*self._order.take_updates(), *more):
             self.guard.call(self._handler.apply, item)
 
@@ -269,13 +267,11 @@ class CoordinatorSession:
         self._due.reply = now + self._timing.reply_seconds
 
     def _leave(self) -> None:
-        """End the present epoch, even if its Join has not been answered yet."""
         if self._place.epoch:
             self._send(Leave(epoch=self._place.epoch))
         self._place = _Place(lease_bit=self._place.lease_bit)
 
     def _on_coordinator_lost(self, now: float) -> None:
-        """Join again if this engine had a place in the roster, which is now lost."""
         if self.is_member:
             self._place.coordinator_epoch = 0
             self._pass_on(Coordinator.LOST)

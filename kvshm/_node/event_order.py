@@ -52,7 +52,6 @@ class EventOrder:
         self._suspected: set[int] = set()
         self._updates: list[Update] = []
         self._batches: list[tuple[int, bytes]] = []
-        """Events since the last update of another kind."""
         self._bytes = 0
 
     @property
@@ -194,7 +193,6 @@ class EventOrder:
         self._add_broadcast(EngineGone, epoch=epoch, reason=reason)
 
     def _add_broadcast(self, kind: Callable[..., Update], **fields: object) -> None:
-        """Add an update of a kind that the coordinator broadcasts."""
         numbers = {"coordinator_epoch": self._coordinator_epoch, "sequence": self._sequence}
         self._add(kind(**numbers, **fields))
 

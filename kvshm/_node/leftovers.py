@@ -49,7 +49,6 @@ class CleanupResult:
     removed: list[str] = field(default_factory=list)
     """Paths of the removed files; with ``dry_run`` of the files that it would remove."""
     left: list[str] = field(default_factory=list)
-    """Files that it could not remove, with the reason."""
     coordinator: str = ""
     """If not empty: why nothing was done; a coordinator or another process cleans up."""
 

@@ -68,7 +68,6 @@ def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[b
 
 
 def _lock(fd: int, path: Path) -> bool:
-    """Lock the file; return whether it still has its name."""
     try:
         if not _try_lock(fd):
             holder = os.pread(fd, _HOLDER_BYTES, 0).decode("ascii", "replace").strip()
@@ -79,7 +78,6 @@ def _lock(fd: int, path: Path) -> bool:
 
 
 def has_name(fd: int, path: Path) -> bool:
-    """Whether a held lock's file is still the one at ``path``.  Raises OSError."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

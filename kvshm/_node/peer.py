@@ -26,9 +26,7 @@ class Peer:
     paused_until: float = 0.0
     """Reading of the clock until which nothing is planned from the peer."""
     quarantined: bool = False
-    """Whether the pause is due to failed loads."""
     block_bytes: int = field(init=False)
-    """Bytes of a block in the memory of each rank of the peer."""
 
     def __post_init__(self) -> None:
         self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
@@ -40,7 +38,6 @@ class PlannedRun(NamedTuple):
 
     peer: Peer
     records: bytes
-    """Packed block records, in the order of the prefix."""
 
     @property
     def num_blocks(self) -> int:
@@ -48,7 +45,6 @@ class PlannedRun(NamedTuple):
 
 
 def differs(table: SlotTableView, info: EngineInfo) -> str:
-    """Say how a table differs from its engine's description.  Empty if it does not."""
     described = (info.epoch, info.num_blocks, len(info.ranks), info.fingerprint)
     found = (table.epoch, table.num_blocks, table.num_ranks, table.fingerprint)
     if described == found:
@@ -62,7 +58,6 @@ def _in_hex(epoch: int, *others: object) -> str:
 
 
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:
-    """Raise unless the table is as the roster describes it."""
     if difference := differs(table, info):
         stale = table.epoch != info.epoch
         raise (StaleAttachment if stale else CorruptSegment)(difference)

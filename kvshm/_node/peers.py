@@ -45,11 +45,9 @@ class _PeerView(NamedTuple):
     """The peers as the scheduler's thread sees them: replaced as a whole, never changed."""
 
     peers: dict[int, Peer]
-    """All attached peers, by epoch."""
     rows: dict[int, Peer]
     """The peers that offer blocks according to the roster, by row."""
     mask: int
-    """The keys of ``rows`` as bits."""
 
 
 _NO_PEERS = _PeerView({}, {}, 0)
@@ -60,7 +58,6 @@ class PeersStats(NamedTuple):
 
     attached: int
     usable: int
-    """Attached peers that lookups may name now."""
 
 
 class Peers:
@@ -113,12 +110,10 @@ class Peers:
             (self.rescan if known is None else self.scan_queue.add)(Epoch(info.epoch))
 
     def suspected(self, epoch: Epoch) -> None:
-        """Keep everything of an engine, but offer none of its blocks."""
         self._suspected.add(epoch)
         self._set_row_state(epoch, RowState.SUSPECTED)
 
     def recovered(self, epoch: Epoch) -> None:
-        """Offer a suspected engine's blocks again."""
         self._suspected.discard(epoch)
         self._set_row_state(epoch, RowState.LIVE)
 
@@ -168,7 +163,6 @@ class Peers:
                 self.rescan(Epoch(info.epoch))
 
     def will_try_again(self, epoch: int) -> bool:
-        """Whether an engine could not be attached, and may be later."""
         return epoch in self._attach_queue and epoch not in self._suspected
 
     def look_for_deaths(self) -> None:
@@ -184,7 +178,6 @@ class Peers:
     # -- the scheduler's thread: nothing here waits for the client's thread
 
     def why_no_peer(self) -> Counter | None:
-        """Return the counter of the reason why no peer offers blocks; None if a peer does."""
         if self._view.mask:
             return None
         return MISS_FINGERPRINT if self.num_incompatible else MISS_NO_PEER
@@ -231,11 +224,9 @@ class Peers:
         return []
 
     def name_of(self, epoch: int) -> str:
-        """The name of an engine, empty if it is not a peer (any more)."""
         return peer.info.name if (peer := self._find(epoch)) is not None else ""
 
     def may_use(self, peer: Peer) -> bool:
-        """Whether ``lookup`` may still name a peer that it named before."""
         return self._view.rows.get(peer.row) is peer and self._usable(peer)
 
     def forget(self, epoch: Epoch, records: bytes) -> None:
@@ -258,7 +249,6 @@ class Peers:
         return True
 
     def rank_not_attached(self, epoch: Epoch) -> None:
-        """Record that a rank could not attach a peer in time: plan nothing from it for a while."""
         if (peer := self._find(epoch)) is not None:
             self._pause_peer(peer, self._timing.attach_pause_seconds)
 
@@ -273,7 +263,6 @@ class Peers:
                 peer.paused_until = 0.0
 
     def load_succeeded(self, epoch: Epoch) -> None:
-        """Record a load from a peer without failure: forget the peer's failures."""
         if (peer := self._find(epoch)) is not None:
             peer.failures, peer.quarantined = 0, False
 
@@ -305,7 +294,6 @@ class Peers:
         return self._view.peers.get(epoch)
 
     def _update_view(self) -> None:
-        """Show changes to the scheduler's thread."""
         heard = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
         rows = {p.row: p for p in heard if not (p.dead or p.info.imports_only)}
         self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))

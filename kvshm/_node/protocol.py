@@ -24,7 +24,6 @@ PROTOCOL_VERSION = 3
 FINGERPRINT_BYTES = 32
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_EVENTS_BYTES = 1 << 20
-"""Records in one message of events."""
 MAX_COMMAND_BYTES = 2 * MAX_EVENTS_BYTES
 """The longest message of an engine."""
 MAX_FIELDS_CHARACTERS = 1 << 16
@@ -56,7 +55,6 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """One worker process of an engine and how to reach its KV memory."""
 
     pid: int
-    """As the engine sees it; for people only."""
     memory: MemoryDescriptor
 
 
@@ -66,10 +64,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     name: str
     pid: int
-    """As the engine sees it; for people only."""
     fingerprint: bytes
     fields: dict[str, str]
-    """The fields of the fingerprint, to name those in which two engines differ."""
     num_blocks: int
     ranks: Annotated[list[RankInfo], Meta(max_length=MAX_RANKS)]
     lease_bit: int = -1
@@ -78,7 +74,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def log_name(self) -> str:
-        """The engine's name in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
 
 
@@ -157,9 +152,7 @@ class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strang
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
     suspected: list[int]
-    """Epochs of the roster that are suspected now."""
     incompatible: list[IncompatibleEngine]
-    """The incompatible engines, the most similar first."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -236,9 +229,7 @@ class Tick(Broadcast, frozen=True, tag="tick", rename={"num_incompatible": "stra
     were lost."""
 
     sequences: dict[int, int]
-    """Engine epoch -> sequence of its last relayed Events."""
     num_incompatible: int = 0
-    """How many incompatible engines are in the roster."""
 
 
 Command = Join | Leave | Events | Heartbeat
@@ -266,7 +257,6 @@ T = TypeVar("T")
 
 
 def encode(message: Message) -> bytes:
-    """Return the msgpack frame of a message."""
     return _encoder.encode(message)
 
 
@@ -283,7 +273,6 @@ def _decode(
 
 
 def decode_command(frame: bytes) -> Command:
-    """Decode a message of an engine.  Raises ProtocolError."""
     if len(frame) <= MAX_JOIN_BYTES:
         return _decode(_command_decoder, frame)
     try:
@@ -301,12 +290,10 @@ def foreign_join(frame: bytes) -> ForeignJoin | None:
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """Decode a reply of the coordinator.  Raises ProtocolError."""
     return _decode(_reply_decoder, frame)
 
 
 def broadcast_frame(topic: bytes, messages: Iterable[bytes]) -> bytes:
-    """Return the frame of encoded messages for the engines of a topic."""
     return topic + _encoder.encode([Raw(message) for message in messages])
 
 
@@ -320,7 +307,6 @@ def open_broadcast(frame: bytes) -> tuple[bytes, Sequence[AnyBroadcast | Raw]]:
 
 
 def decode_broadcast(message: bytes | Raw) -> AnyBroadcast:
-    """Decode one broadcast.  Raises ProtocolError."""
     return _decode(_broadcast_decoder, message)
 
 

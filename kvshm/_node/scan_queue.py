@@ -26,11 +26,9 @@ class ScanQueue:
         """When the next scan would be due if each scan so far had waited for its pause."""
 
     def add(self, epoch: Epoch) -> None:
-        """Have an engine's table scanned when a scan is due."""
         self._wanted[epoch] = None
 
     def remove(self, epoch: Epoch) -> None:
-        """Forget an engine that is not attached any more."""
         self._wanted.pop(epoch, None)
         self._next_free.pop(epoch, None)
 

@@ -44,7 +44,6 @@ ROSTER_TABLE_SECONDS = 0.5
 TableType = TypeVar("TableType", bound=SlotTableView)
 
 FindSegment = Callable[[Request], int]
-"""Returns one descriptor, and raises as ``descriptors.Find`` does."""
 
 
 class SegmentServer(DescriptorServer):
@@ -112,15 +111,12 @@ class SegmentClient:
         self._timeout = timeout
 
     def view(self, epoch: Epoch | int) -> SlotTableView:
-        """Fetch an engine's table from the engine, to read."""
         return self._table(SlotTableView, self._engine_socket(epoch), epoch)
 
     def peer_table(self, epoch: Epoch | int) -> PeerSlotTable:
-        """Fetch another engine's table from that engine, as an importer."""
         return self._table(PeerSlotTable, self._engine_socket(epoch), epoch)
 
     def rank_table(self, epoch: Epoch | int) -> RankSlotTable:
-        """Fetch the own engine's table from its scheduler, as a worker rank."""
         return self._table(RankSlotTable, self._engine_socket(epoch), epoch)
 
     def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
@@ -145,7 +141,6 @@ class SegmentClient:
         return peers_file(self._run_dir, self._namespace, epoch)
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
-        """Fetch an engine's present replica from the engine, to read."""
         wanted = Request(INDEX_KIND, epoch)
         fd = fetch_segment(self._engine_socket(epoch), wanted, self._timeout)
         return ReplicaReader.from_fd(self._segment_name(INDEX_KIND, epoch), fd)

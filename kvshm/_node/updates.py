@@ -68,9 +68,7 @@ class UpdateHandler(Protocol):
         """Return the description to join with, None while the engine is not ready."""
         ...
 
-    def apply(self, update: Update) -> None:
-        """Apply one update."""
-        ...
+    def apply(self, update: Update) -> None: ...
 
     def scan_again(self, should_stop: Callable[[], bool]) -> None:
         """All updates are applied: scan the tables of engines whose events were lost."""
@@ -102,6 +100,5 @@ class CallGuard:
             return None
 
     def log_failure(self, what: str, *, exc_info: bool = False) -> None:
-        """Log a failure if it is the first of its kind, which is the text before the colon."""
         if self._log_limit.allows(CoreLine.UPDATE_FAILED, what.partition(":")[0]):
             _log.line(CoreLine.UPDATE_FAILED, what, exc_info=exc_info)

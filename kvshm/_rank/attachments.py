@@ -49,7 +49,6 @@ class PeerMemory:
     memory: Attachment
 
     def ended(self, rank: Rank) -> bool:
-        """Whether the peer's life word or its export has ended."""
         return not self.table.is_alive(rank) or self.memory.ended
 
     def close(self) -> None:
@@ -88,7 +87,6 @@ class AttachmentCache:
         self._lock = threading.Lock()
         self._peers: dict[Epoch, PeerMemory] = {}
         self._attaching: dict[Epoch, float] = {}
-        """When the attach began."""
         self._failed: dict[Epoch, tuple[float, str]] = {}
         self._closed = False
         self._pinned: list[Collection[Epoch]] = []
@@ -182,7 +180,6 @@ class AttachmentCache:
         self._attaching[epoch] = self._clock()
 
     def _attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
-        """On a thread of its own."""
         peer, reason = None, ""
         call_optional(self.transport, SupportsThreads.enter_thread)
         try:
@@ -299,7 +296,6 @@ class Tidying:
 
 
 def _close_all(peers: list[PeerMemory]) -> None:
-    """Close each peer, even if closing another one raises."""
     with ExitStack() as closing:
         for peer in peers:
             closing.callback(peer.close)

@@ -28,11 +28,9 @@ class CopyTimer:
         self.begun_at = self._clock()
 
     def copied(self) -> None:
-        """The last copy has ended."""
         self._copied_at = self._clock()
 
     def in_time(self) -> bool:
-        """Whether the step still waits, if one does."""
         return self.until is None or self._clock() < self.until
 
     @property

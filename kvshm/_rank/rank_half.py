@@ -69,7 +69,6 @@ class RankHalf:
         TransportError if no thread can be started."""
         self._segments = segments
         self.transport = transport
-        """The memory behind it."""
         self._verify = verify
         self._clock = clock
         self.failed = ""
@@ -155,11 +154,9 @@ class RankHalf:
             table.counters.add(LOADS_STARTED, 1)
 
     def _launched_work(self) -> object | None:
-        """What the model has launched, for the copies that wait for it."""
         return call_optional(self.transport, SupportsLaunchedWork.note_launched).result
 
     def carries_out(self, load_id: LoadId) -> bool:
-        """Whether a load was begun by ``begin_load`` and ``poll`` has yet to report it."""
         return load_id in self._begun
 
     def cancel(self, load_id: LoadId) -> None:
@@ -313,7 +310,6 @@ class RankHalf:
 
     @property
     def _loop(self) -> int:
-        """The load thread's number among the engine's loops."""
         return FIRST_LOAD_THREAD + self._attachments.rank
 
     def _start_thread(self) -> threading.Thread:
@@ -358,11 +354,9 @@ class RankHalf:
         return arrived
 
     def _wake(self) -> None:
-        """Have the load thread look at its loads.  Any thread."""
         self._loads.put(_LOOK)
 
     def _went_round(self) -> None:
-        """Show tools that this thread is not stuck."""
         if (table := self.table) is not None:
             with suppress(KvshmError, ValueError):  # its epoch has just ended
                 table.loops.went_round(self._loop)

@@ -56,7 +56,6 @@ class _Part:
     copy: Copy | None = None
     failure: LoadFailure | None = None
     tells: bool = False
-    """Whether the copy tells of its end."""
 
 
 @dataclass
@@ -184,7 +183,6 @@ class RankLoad:
         return LoadReport(self._load.load_id, bad, failures, elapsed, times=times)
 
     def _pending(self) -> bool:
-        """Whether a peer is being attached or a copy may still write."""
         if self._cancelled:
             self._cancel_copies()
         begun = [self._begin(part) for part in self._parts] if not self._discarded else []
@@ -249,7 +247,6 @@ class RankLoad:
             part.tells = False
 
     def _discard_all(self, exc: Exception) -> None:
-        """Deliver nothing of this load.  The problem is logged once per load."""
         if not self._discarded:
             self._discarded = True
             self._log_problem(CoreLine.LOAD_DISCARDED, exc)
@@ -364,7 +361,6 @@ def _unforeseen(about: Iterable[object]) -> Exception | None:
 
 
 def _path(part: _Part) -> CopyPath | None:
-    """The way that the bytes of a part took; None if they were not copied."""
     if part.copy is None or part.peer is None or part.copy.poll() is not CopyState.DONE:
         return None
     path = getattr(part.peer.memory, "path", None)  # SupportsPath

@@ -32,7 +32,6 @@ class ReplicaReader:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self.name = segment.name
-        """The name of the segment, for people."""
 
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
@@ -57,17 +56,14 @@ class ReplicaReader:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole mapping."""
         return self._segment.buffer
 
     @property
     def capacity(self) -> int:
-        """Number of entries for which the segment has room."""
         return _native.load(self._segment.buffer, CAPACITY_OFFSET)
 
     @property
     def count(self) -> int:
-        """Entries in use."""
         return _native.load(self._segment.buffer, COUNT_OFFSET)
 
     def lookup(
@@ -92,7 +88,6 @@ class ReplicaReader:
         return _native.index_lookup(buffer, hashes, start, stop, rows_mask, group, scale)
 
     def rows(self) -> list[Row]:
-        """Return the engines that the replica knows."""
         return list(rows(self._segment.buffer))
 
     def entries(self) -> Iterator[Entry]:

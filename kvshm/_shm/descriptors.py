@@ -35,12 +35,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: int
     """In which it is valid, or the id of an export.  Never 0."""
     writable: bool = False
-    """Whether the client will write to it."""
     number: int = 0
-    """Which one, if there are several."""
 
     def encode(self) -> bytes:
-        """Return the request as sent."""
         return msgspec.msgpack.encode(self)
 
 
@@ -76,7 +73,6 @@ class DescriptorServer:
 
     @property
     def connections(self) -> int:
-        """How many clients are connected.  Any thread."""
         return self._server.connections
 
     def _answer(self, packed: bytes) -> tuple[bytes, Sequence[int]]:

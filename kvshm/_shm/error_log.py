@@ -47,7 +47,6 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def of(cls, number: int) -> ErrorCode:
-        """Return the code with this number."""
         return next((code for code in cls if code.number == number), cls.UNKNOWN)
 
     def text(self, *about: str) -> str:
@@ -92,7 +91,6 @@ class ErrorLog:
         _ENTRY.pack_into(self._segment.buffer, offset, times, number, first_ns, now_ns, text)
 
     def read(self) -> list[LoggedError]:
-        """The recorded errors, most recent last; a torn entry is shown as it can be read."""
         used = sorted((entry for entry in self._entries() if entry[0]), key=lambda entry: entry[3])
         return [_logged(*entry) for entry in used]
 

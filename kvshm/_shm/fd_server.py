@@ -101,7 +101,6 @@ class _Clients:
         return longest
 
     def silent(self, now: float) -> list[socket.socket]:
-        """Return those that have not asked in time."""
         return [client for client, deadline in self.deadlines.items() if deadline <= now]
 
     def answered(self, client: socket.socket) -> Iterator[socket.socket]:
@@ -114,12 +113,10 @@ class _Clients:
             yield next(kept for kept, pid in self.kept.items() if pid == greediest)
 
     def remove(self, client: socket.socket) -> None:
-        """The client is about to be closed."""
         self.deadlines.pop(client, None)
         self.kept.pop(client, None)
 
     def close(self) -> None:
-        """Close all."""
         for client in (*self.deadlines, *self.kept):
             client.close()
         self.deadlines.clear()

@@ -107,7 +107,6 @@ def new_socket(path: str) -> socket.socket:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close every descriptor of ``fds``."""
     for fd in fds:
         os.close(fd)
 

@@ -23,11 +23,9 @@ class Distribution:
     counts: tuple[int, ...]
     """By significant bits; the last also has all larger values."""
     total: int
-    """Sum of the values."""
 
     @property
     def count(self) -> int:
-        """How many values."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> int | None:
@@ -47,7 +45,6 @@ class Distribution:
         return Distribution(counts, max(self.total - before.total, 0))
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Return the values of both."""
         counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
         return Distribution(counts, self.total + other.total)
 
@@ -69,7 +66,6 @@ class HistogramValues:
         return Distribution(tuple(counts), total)
 
     def snapshot(self) -> dict[str, Distribution]:
-        """All values by label, in the order of their ids."""
         return {histogram.label: self.read(histogram) for histogram in Histogram.REGISTRY.values()}
 
 

@@ -163,12 +163,10 @@ def block_ids(packed: bytes) -> list[BlockId]:
 
 
 def table_bytes(num_blocks: int, num_ranks: int) -> int:
-    """Size of a slot table segment."""
     return TABLE_HEADER_BYTES + num_blocks * (SLOT_BYTES + 8 * num_ranks)
 
 
 def index_bytes(capacity: int) -> int:
-    """Size of a replica index segment for ``capacity`` entries."""
     return INDEX_HEADER_BYTES + capacity * ENTRY_BYTES
 
 
@@ -181,7 +179,6 @@ def numbers() -> dict[str, int]:
 
 
 def digest(of: Mapping[str, int]) -> int:
-    """A 32-bit checksum of ``numbers()``."""
     return crc32(repr(sorted(of.items())).encode())
 
 

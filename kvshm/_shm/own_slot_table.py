@@ -63,7 +63,6 @@ class TableSpec:
     engine: str
     num_blocks: int
     block_size: int
-    """Tokens per hash."""
     num_ranks: int
     fingerprint: Fingerprint
     model: str = ""
@@ -80,7 +79,6 @@ class TableSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segment."""
         return table_bytes(self.num_blocks, self.num_ranks)
 
     def write(self, segment: Segment, created_ns: int) -> None:
@@ -101,7 +99,6 @@ class EngineSlotTable(SlotTableView):
     counters: Counters
     histograms: Histograms
     _ticks: Clock = staticmethod(time.monotonic_ns)
-    """Nanoseconds of CLOCK_MONOTONIC."""
 
     def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
         super().__init__(segment, header)
@@ -322,7 +319,6 @@ class OwnSlotTable(EngineSlotTable):
         return None
 
     def _age_ms(self) -> int:
-        """Milliseconds since the table was created."""
         return min(self._age_ns() // 1_000_000, _MAX_MS)
 
 

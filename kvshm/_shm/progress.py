@@ -39,7 +39,6 @@ class LoopProgress(NamedTuple):
     loop: str
     """"scheduler", "client", "coordinator", or "loads of rank 0"."""
     pending: int
-    """How much work waits for it."""
     last_ns: int
     """CLOCK_MONOTONIC of its process when it last went round; 0: never yet."""
     idles: bool
@@ -49,7 +48,6 @@ class LoopProgress(NamedTuple):
 
 
 def read_progress(segment: Segment, num_ranks: int) -> list[LoopProgress]:
-    """The loops of an engine."""
     found = []
     for loop in range(FIRST_LOAD_THREAD + num_ranks):
         at = LOOPS_OFFSET + LOOP_BYTES * loop
@@ -73,10 +71,8 @@ class OwnProgress:
         self._clock = clock
         self._clock_offset = clock_offset
         self._noted: dict[int, int] = {}
-        """By loop: when the offset was last written."""
 
     def went_round(self, loop: int) -> None:
-        """The loop goes round."""
         self.note_clock(loop)
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop + 8, self._clock())
 

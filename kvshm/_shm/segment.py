@@ -128,7 +128,6 @@ class Segment:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole mapping.  Raises SegmentError after ``close``."""
         if self._buffer is None:
             raise SegmentError(f"{self.name} is closed")
         return self._buffer

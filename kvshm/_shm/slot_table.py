@@ -58,13 +58,11 @@ class Slot(NamedTuple):
     generation: Generation
     state: SlotState
     leases: int
-    """Bit i: importer i holds a lease."""
     block_hash: BlockHash
     parent_tag: int
     depth: int
     published_ms: int
     group: int = 0
-    """Index of the block's KV cache group."""
     held_until: int = 0
     """When its hold ends, in seconds since the table was created: ``TableHeader.seconds_left``."""
 

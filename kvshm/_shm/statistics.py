@@ -36,20 +36,16 @@ class Statistic(int):
     """One counter or histogram; its number is its id."""
 
     REGISTRY: ClassVar[dict[int, Self]]
-    """All of this kind by id."""
     PLACES: ClassVar[int]
     """How many of this kind a slot table has room for."""
     OFFSET: ClassVar[int]
     """Where the first one's words lie in a slot table."""
     SIZE: ClassVar[int]
-    """Bytes of each."""
 
     label: str
     meaning: str
-    """One sentence."""
     unit: Unit
     offset: int
-    """Where its words lie in a slot table."""
 
     def __new__(cls, number: int, label: str, meaning: str, unit: Unit = Unit.TIMES) -> Self:
         """Register statistic ``number``.  ValueError if the id is taken or out of range."""

@@ -155,7 +155,6 @@ class TableHeader:
         return LIFE_OFFSET + 8 * rank
 
     def life(self, rank: int) -> int:
-        """The rank's life word: the epoch while its KV memory matches the table."""
         return self._load(self._life_offset(rank))
 
     @property
@@ -210,7 +209,6 @@ class TableHeader:
 
     @property
     def heartbeat(self) -> int:
-        """Number of the owner's heartbeats."""
         return self._load(HEARTBEAT_OFFSET)
 
     # -- the owner as an importer
@@ -222,7 +220,6 @@ class TableHeader:
 
     @property
     def lease_bit(self) -> LeaseBit:
-        """The owner's lease bit in other engines' slots; NO_LEASE_BIT if it has none."""
         return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
 
     def loads_since(self) -> list[int]:
@@ -236,13 +233,11 @@ class TableHeader:
     # -- progress
 
     def progress(self) -> list[LoopProgress]:
-        """How far the loops of the engine's processes are."""
         return read_progress(self._segment, self.num_ranks)
 
     # -- error log
 
     def errors(self) -> list[LoggedError]:
-        """The recorded errors, most recent last."""
         return self._errors.read()
 
     # -- integrity
@@ -260,5 +255,4 @@ class TableHeader:
         return found
 
     def close(self) -> None:
-        """Unmap.  Idempotent."""
         self._segment.close()

@@ -17,7 +17,6 @@ from .._api.arguments import checked_seconds
 from ..api import MisuseError, Node
 
 Extra = bytes | Mapping[int, bytes]
-"""As ``Node.keys`` takes it."""
 
 
 class MaskError(MisuseError):
@@ -122,7 +121,6 @@ def blocks_at(slot_mapping: Any, begin: int, end: int, block_size: int) -> list[
 
 
 def refuse_doubles(blocks: Sequence[int]) -> None:
-    """Raises SlotMappingError if a block is named twice."""
     if doubles := {block for block, count in Counter(blocks).items() if count > 1}:
         raise SlotMappingError(
             f"slot mappings address blocks {sorted(doubles)} more than once: a block has the KV of "

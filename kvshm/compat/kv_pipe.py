@@ -132,7 +132,6 @@ class KVPipe:
         )
 
     def _is_all_taken(self, seconds: float) -> bool:
-        """Whether the other end has taken all that was sent, perhaps before it ended."""
         ended = not self._rows.node.stats()["peers"] and self._rows.node.kept([self._mark])
         return bool(ended) or self._taken(self._sent - 1, seconds)
 
@@ -183,7 +182,6 @@ def _unpacked(message: bytes) -> memoryview | None:
 
 
 def _made(data: bytes | memoryview, code: Any, shape: Sequence[int]) -> memoryview:
-    """A tensor of these bytes."""
     if 0 not in shape:
         return memoryview(data).cast(code, [*shape])
     one = [1, *shape[1:]]  # cast makes none without items

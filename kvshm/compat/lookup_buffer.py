@@ -140,7 +140,6 @@ class LookupBuffer:
         return Selected(tokens, [True] * len(tokens), hidden)
 
     def _load(self, keys: list[bytes], blocks: list[int], timeout: float) -> int:
-        """Return how many blocks from the first one on are loaded."""
         found = self._node.wait_for(keys, timeout)
         if not found:
             return 0
@@ -154,7 +153,6 @@ class LookupBuffer:
         return load.good
 
     def _row(self, key: bytes) -> tuple[list[int], bytes | None] | None:
-        """Return the tokens and hidden states under ``key`` in another process."""
         with self._lock:
             row = self._rows.fetch(self._inbox, key, 0.0)
         if row is None:
@@ -165,7 +163,6 @@ class LookupBuffer:
         return tokens, row[begin : begin + num_hidden - 1] if num_hidden else None
 
     def _any_rows(self) -> Iterator[list[int]]:
-        """Yield the tokens of prefixes that other processes have inserted."""
         with Reader(self._config) as reader:
             epochs = [one.epoch for one in reader.engines() if one.model == self._model]
             keys = [block.key for epoch in epochs for block in reader.list(epoch)]
