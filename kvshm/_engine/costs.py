@@ -101,6 +101,7 @@ class Costs:
         """Whether a prefill was measured at least twice; the first one may be slow."""
 
     def add_step(self, tokens: int, seconds: float) -> None:
+        """A step computed ``tokens`` in ``seconds``."""
         if tokens <= 0 or seconds <= 0:
             return
         self._seen += 1
@@ -129,6 +130,7 @@ class Costs:
         return longest / most * tokens
 
     def step_seconds(self) -> float:
+        """Mean seconds of a step; 0 before the first."""
         mean = self._steps.mean
         return mean[1] if mean else 0.0
 
@@ -153,5 +155,6 @@ class Costs:
         return worth and self._in_a_row % IMPORTS_PER_TRIAL[self.known] != 0
 
     def try_anyway(self) -> bool:
+        """Whether to do an import that is not worth it, as a trial (REFUSALS_PER_TRIAL)."""
         self._refused = (self._refused + 1) % REFUSALS_PER_TRIAL
         return self._refused == 0

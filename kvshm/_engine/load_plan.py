@@ -38,13 +38,16 @@ class Plan(NamedTuple):
 
     @property
     def own_runs(self) -> list[PlannedRun]:
+        """The runs of blocks that are copied within the engine's own cache."""
         return [run for run in self.runs if run.peer.info.epoch == self.epoch]
 
     def own_blocks(self) -> list[BlockId]:
+        """The blocks of these runs."""
         return [block for run in self.own_runs for block in block_ids(run.records)]
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks are copied."""
         return sum(run.num_blocks for run in self.runs)
 
 
@@ -90,9 +93,11 @@ class LoadOrder:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that each rank has to copy."""
         return sum(piece.block_bytes * len(piece.targets) for piece in self.pieces)
 
     def bytes_of(self, blocks: int) -> int:
+        """Bytes of the first ``blocks`` blocks on each rank."""
         nbytes = 0
         for piece in self.pieces:
             of_piece = min(blocks, len(piece.targets))

@@ -166,6 +166,7 @@ class LoadPlanner:
         return tried
 
     def load_seconds(self, load: LoadOrder) -> float:
+        """Seconds that a load is estimated to take."""
         return self.costs.load_seconds(load.nbytes)
 
     # -- loads
@@ -274,6 +275,7 @@ class LoadPlanner:
         return bad
 
     def take_results(self) -> list[LoadResult]:
+        """Return the results of the loads that have ended since the last call."""
         results, self.results = self.results, []
         return results
 

@@ -27,6 +27,7 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The index behind the last block."""
         return self.first + len(self.packed) // _PAIR.size
 
 
@@ -77,6 +78,7 @@ class Marks:
             self._words[2 * block + 1] |= SOUND
 
     def with_versions(self, blocks: Iterable[BlockId]) -> bytes:
+        """Return the blocks with their present versions, packed for a run."""
         return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
 
 
@@ -90,4 +92,5 @@ objects, each with the first hash whose block is written and the token before wh
 
 
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:
+    """Return the blocks that the runs name."""
     return [BlockId(block) for run in runs for block, _ in _PAIR.iter_unpack(run.packed)]

@@ -157,6 +157,7 @@ class RankHalf:
         return call_optional(self.transport, SupportsLaunchedWork.note_launched).result
 
     def carries_out(self, load_id: LoadId) -> bool:
+        """Whether a load was begun by ``begin_load`` and ``poll`` has yet to report it."""
         return load_id in self._begun
 
     def cancel(self, load_id: LoadId) -> None:
