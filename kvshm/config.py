@@ -128,14 +128,14 @@ class Config:
     )
     drain_budget_ms: float = _setting(
         1.0,
-        values.milliseconds(1000),
+        values.number(0, 1000),
         "a number of milliseconds from 0 to 1000",
         "Longest wait per step for importers of blocks about to be reused; "
         "unless set, 0 without asynchronous scheduling.",
     )
     join_wait_ms: float = _setting(
         1000.0,
-        values.milliseconds(600_000),
+        values.number(0, 600_000),
         "a number of milliseconds from 0 to 600000",
         "Longest wait of kvshm.join(), and under vLLM of a request that comes while the engine "
         "joins, until the engines that are there are known; not without a coordinator.",
@@ -159,7 +159,7 @@ class Config:
     )
     weights_check_seconds: float = _setting(
         5.0,
-        values.seconds,
+        values.number(0.1, 3600),
         "a number of seconds from 0.1 to 3600",
         "How often an engine that shares looks at samples of all its weights: in that time it "
         "notices that somebody has written them without a call that announces it.",
@@ -318,11 +318,6 @@ class Config:
     def warnings(self) -> tuple[str, ...]:
         """The texts about likely mistakes."""
         return tuple(map(str, self.mistakes))
-
-    @property
-    def imports(self) -> bool:
-        """Internal: whether what is known before the engine runs permits importing."""
-        return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
         """Internal: drain budget of one step; 0 if no work overlaps the wait, unless given."""

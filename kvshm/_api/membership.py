@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Self
 
@@ -17,7 +15,7 @@ from kvshm.errors import KvshmError, MisuseError
 
 from .halves_in_one import HalvesInOne
 from .identity import Identity
-from .load import pauses
+from .load import wait_until, wait_until_async
 from .loads import Loads
 from .own_blocks import OwnBlocks, pack_contents
 
@@ -89,10 +87,7 @@ class Membership:
         """Wait until ``joined``, ``timeout`` seconds at most (None: for ever).  Returns ``joined``;
         at once, False, if this engine shares nothing, also if the coordinator refuses it:
         ``refusal`` says why.  It still joins later if the coordinator's reason has gone by then."""
-        for pause in pauses(timeout):
-            if self.joined or self._is_refused:
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(self._need_not_wait, timeout)
         return self.joined
 
     @property
@@ -108,18 +103,17 @@ class Membership:
 
     async def wait_joined_async(self, timeout: float | None = None) -> bool:
         """Like ``wait_joined``, without blocking the event loop."""
-        for pause in pauses(timeout):
-            if self.joined or self._is_refused:
-                break
-            await asyncio.sleep(pause)
+        await wait_until_async(self._need_not_wait, timeout)
         return self.joined
+
+    def _need_not_wait(self) -> bool:
+        return self.joined or self._is_refused
 
     def _meet_peers(self, timeout: float) -> None:
         """Wait until the engines that the roster named at the join are known, for ``join``."""
-        for pause in pauses(timeout):
-            if (halves := self._halves) is None or not halves.cache.meets_peers:
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(
+            lambda: (halves := self._halves) is None or not halves.cache.meets_peers, timeout
+        )
 
     def _start(self, identity: Identity) -> None:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
@@ -13,7 +12,7 @@ from kvshm._engine.load_plan import Plan
 from kvshm.errors import MisuseError
 
 from .arguments import checked_keys, checked_seconds, checked_start
-from .load import Found, Load, pauses
+from .load import Found, Load, wait_until, wait_until_async
 from .lookups import all_lengths, held_by_peers
 from .membership import Membership
 from .prefix_keys import Extra, prefix_keys
@@ -110,10 +109,7 @@ class Node(Membership):
         Returns at once if this engine shares nothing (``refusal``)."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
-        for pause in pauses(timeout):
-            if self._all_there(keys, start):
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(lambda: self._all_there(keys, start), timeout)
         return self.lookup(keys, start)
 
     async def wait_for_async(
@@ -122,10 +118,7 @@ class Node(Membership):
         """Like ``wait_for``, without blocking the event loop."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
-        for pause in pauses(timeout):
-            if self._all_there(keys, start):
-                break
-            await asyncio.sleep(pause)
+        await wait_until_async(lambda: self._all_there(keys, start), timeout)
         return self.lookup(keys, start)
 
     def _all_there(self, keys: Sequence[bytes], start: int) -> bool:

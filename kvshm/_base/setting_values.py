@@ -28,23 +28,16 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def milliseconds(most: float) -> Callable[[str], float]:
-    """Return what reads a number from 0 to ``most``."""
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return the parser of numbers from ``least`` to ``most``."""
 
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
-        if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= most:
+        if not re.fullmatch("[0-9.eE+-]+", text) or not least <= (number := float(text)) <= most:
             raise ValueError
         return number
 
-    return read
-
-
-def seconds(text: str) -> float:
-    """A number from 0.1 to 3600."""
-    if not re.fullmatch("[0-9.eE+-]+", text) or not 0.1 <= (number := float(text)) <= 3600:
-        raise ValueError
-    return number
+    return parse
 
 
 def method_names(text: str) -> str:

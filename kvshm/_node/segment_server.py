@@ -43,13 +43,13 @@ ROSTER_TABLE_SECONDS = 0.5
 
 TableType = TypeVar("TableType", bound=SlotTableView)
 
-FindSegment = Callable[[Request], int]
-
 
 class SegmentServer(DescriptorServer):
-    """Hands out one segment for each request."""
+    """Hands out one segment for each request; ``find`` raises as ``descriptors.Find`` does."""
 
-    def __init__(self, path: Path, find: FindSegment, max_kept: int | None = None) -> None:
+    def __init__(
+        self, path: Path, find: Callable[[Request], int], max_kept: int | None = None
+    ) -> None:
         super().__init__(path, lambda wanted: (find(wanted),), max_kept)
 
 

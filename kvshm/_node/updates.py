@@ -1,20 +1,8 @@
 """The updates that a client passes to its engine, and what the client calls in the engine.
 
-Updates are plain values.  Most are the coordinator's own messages (kvshm/_node/protocol.py):
-
-======================== ======================================================================
-Joined                   The engine is in the roster, with this lease bit.  EngineJoined,
-                         EventsLost and EngineGone follow for changes in the roster.  Known engines
-                         may be absent because they have not joined a restarted coordinator yet.
-Refused                  The engine has no place in the roster.  Repeated with each try.
-EngineJoined             Use this engine and scan its slot table.  For an epoch known already:
-                         ``engine`` replaces what was known, and the table is scanned again.
-EngineSuspected          Do not use this engine's blocks for now; keep what is known of it.
-EngineRecovered          The suspected engine may be used again.
-EngineGone               The epoch has ended: drop all that is known of it.
-IncompatibleJoined       An incompatible engine is new on the node.
-Tick                     ``num_incompatible`` is the number of incompatible engines.
-======================== ======================================================================
+Most are the coordinator's own messages (kvshm/_node/protocol.py).  Known engines may be absent when
+Joined comes, because they have not joined a restarted coordinator yet; EngineJoined for an epoch
+that is known replaces what was known, and has the slot table scanned again.
 """
 
 from __future__ import annotations
