@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from ._base import setting_sources, syncpoints, timing
 from ._base import setting_values as values
-from ._base.likely_mistakes import plugin_left_out, unknown_names
 from ._base.log_lines import FilledLine
 from ._base.roles import Decision, Limit, Role, decide_role
 from ._base.rundir import SOCKET_PATH_BYTES, choose_run_directory
@@ -248,8 +247,8 @@ class Config:
             setting_sources.of_file(file),
         )
         names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
-        left_out = plugin_left_out(environ) if config.enable else ()
-        return config._with(mistakes=(*unknown_names(environ, names), *left_out))
+        left_out = setting_sources.plugin_left_out(environ) if config.enable else ()
+        return config._with(mistakes=(*setting_sources.unknown_names(environ, names), *left_out))
 
     @classmethod
     def of_place(

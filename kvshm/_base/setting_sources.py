@@ -4,13 +4,15 @@ counts."""
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvshm.errors import ConfigError
 
+from .core_lines import CoreLine
 from .log_lines import FilledLine
 from .roles import Limit
 from .setting_values import absolute_path
@@ -30,6 +32,9 @@ ORDER = (
 
 _TOO_LATE = {"enable", "untested"}
 """Read before there is a configuration of an engine: they decide whether kvshm looks at one."""
+
+# Variables that Kubernetes sets in every pod if there is a Service named "kvshm" or "kvshm-...".
+_KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
 
 class Given(NamedTuple):
@@ -168,3 +173,25 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # only needed for a mistake
 
     return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+
+
+# -- variables that are probably not as their user meant them, which stop no start
+
+
+def unknown_names(environ: Mapping[str, str], known: Collection[str]) -> Iterator[FilledLine]:
+    """Yield a line for each variable whose name looks like a setting's but is none of ``known``."""
+    tails = {name.removeprefix(PREFIX) for name in known}
+    for name in sorted(environ):
+        tail = name.removeprefix(PREFIX)
+        if tail == name or tail in tails or _KUBERNETES.fullmatch(name):
+            continue
+        near = nearest(tail, tails)
+        remedy = f"did you mean {PREFIX}{near}?" if near else "`kvshm config` lists them all"
+        yield CoreLine.UNKNOWN_SETTING.fill(name, remedy)
+
+
+def plugin_left_out(environ: Mapping[str, str]) -> Iterator[FilledLine]:
+    """Yield a line if VLLM_PLUGINS does not name kvshm, so that no process of vLLM can warn."""
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "kvshm" not in plugins.split(","):
+        yield CoreLine.PLUGIN_LEFT_OUT.fill(plugins)

@@ -9,14 +9,14 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvshm._base.copy_path import CopyPath
+from kvshm._base.copy_path import CopyPath, slowest
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
-from kvshm._shm.statistics import MATCH_LENGTH, Counter
+from kvshm._shm.statistics import IMPORT_TIMES, MATCH_LENGTH, Counter
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
 
@@ -24,7 +24,6 @@ from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
-from .load_traffic import record_traffic, time_taken
 from .prefix_search import PrefixSearch
 
 log = logger(__name__)
@@ -264,13 +263,13 @@ class LoadPlanner:
             usable if self.search.groups.is_single_full_attention else load.length * (not failed)
         )
         nbytes = load.bytes_of(usable) * epoch.table.num_ranks if epoch is not None else 0
-        self.results.append(LoadResult(usable, length, failed, nbytes, time_taken(reports)))
+        self.results.append(LoadResult(usable, length, failed, nbytes, _time_taken(reports)))
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
             epoch.table.counters.add(c.IMPORTED_TOKENS, length * epoch.table.block_size)
             self._learn(epoch, load, reports)
-            record_traffic(epoch, load, reports, bad)
+            _record_traffic(epoch, load, reports, bad)
             self._update_peers(epoch, load, reports)
         return bad
 
@@ -318,3 +317,35 @@ def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:
         if bit >= 0 and any(piece.taken):
             with suppress(KvshmError):  # the exporter takes them back after one drain budget
                 run.peer.table.release(bit, piece.records, piece.taken)
+
+
+def _time_taken(reports: Sequence[LoadReport]) -> tuple[CopyPath, float] | None:
+    """Return the slowest path of a load's copies, and the seconds of its slowest rank.  None if
+    nothing was copied."""
+    took = max((report.seconds for report in reports), default=0.0)
+    used = {path for report in reports for path in report.paths if path is not None}
+    return (slowest(used), took) if used and took else None
+
+
+def _record_traffic(
+    epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport], bad: Collection[BlockId]
+) -> None:
+    """Add a load that all ranks have reported.  Its peers share a rank's time by bytes."""
+    took = max((report.seconds for report in reports), default=0.0)
+    if (taken := _time_taken(reports)) is not None:
+        epoch.table.histograms.observe(IMPORT_TIMES[taken[0]], round(taken[1] * 1e9))
+    for place, piece in enumerate(load.pieces):
+        own = piece.peer_epoch == epoch.table.epoch
+        paths = [report.paths[place] for report in reports if len(report.paths) > place]
+        copied = [path for path in paths if path is not None]
+        nbytes = piece.block_bytes * len(piece.targets)
+        epoch.table.traffic.add(
+            epoch.peers.name_of(piece.peer_epoch),
+            piece.peer_epoch,
+            CopyPath.OWN if own else slowest(copied) if copied else None,
+            loads=1,
+            failed=any(target in bad for target in piece.targets),
+            blocks=len(piece.targets) * len(copied),
+            nbytes=nbytes * len(copied),
+            seconds=took * nbytes / load.nbytes if copied else 0.0,
+        )
