@@ -1,7 +1,4 @@
-"""One line of the log: its level and text, and what the operator does about it.
-
-``core_lines.py`` lists the core's, the ``log_lines.py`` of each component its own.
-"""
+"""One line of the log: its level, its text, and what the operator does about it."""
 
 from __future__ import annotations
 

@@ -41,9 +41,8 @@ class EngineSpec:
 
 @dataclass
 class EpochState:
-    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.  The
-    client's thread begins an epoch and keeps ``peers`` up to date; the scheduler's thread uses and
-    ends it."""
+    """Slot table, peers and roster entry of one epoch, and its publisher's pending work: begun by
+    the client's thread, used and ended by the scheduler's."""
 
     table: OwnSlotTable
     peers: Peers

@@ -174,12 +174,10 @@ class LoadPlanner:
         self, plan: Plan, load_id: LoadId, targets: Sequence[BlockId], *, attached: bool = False
     ) -> LoadOrder:
         """Lease the plan's blocks, and return the load that every rank has to carry out, even if
-        all are lost.  ``attached``: all ranks have reported that they have attached the plan's
-        peers.
+        all are lost.  ``attached``: all ranks have attached the plan's peers.
 
-        ``targets``: the own blocks to fill, one per block of the plan.  From the first on whose
-        source cannot be leased, or all unless the engine has one group of full attention, they are
-        lost.
+        ``targets``: the own blocks to fill, one per block of the plan; lost from the first on whose
+        source cannot be leased, or all unless the engine has one group of full attention.
         """
         epoch = self._cache.epoch_state
         all_lost = LoadOrder.of_nothing(load_id, targets)

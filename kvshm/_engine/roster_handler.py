@@ -1,7 +1,4 @@
-"""Applies the coordinator's updates to the peers of an engine's present epoch.
-
-All methods run on the client's thread.
-"""
+"""Applies the coordinator's updates to an engine's peers, on the client's thread."""
 
 from __future__ import annotations
 

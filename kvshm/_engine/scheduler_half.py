@@ -1,12 +1,11 @@
 """The scheduler's half of a shared cache: the interface between an engine and kvshm.
 
-After ``open_epoch`` a SchedulerHalf joins the node in the background, as soon as a coordinator
-runs.  With ``publisher`` the scheduler publishes the blocks it has computed and retracts those it
-is about to overwrite.  With ``planner`` the scheduler looks for prefixes in other engines and
-begins loads, which the ranks carry out (kvshm/_rank/rank_half.py).  Nothing here knows vLLM.
+After ``open_epoch`` it joins the node in the background.  ``publisher`` publishes the blocks that
+the scheduler has computed and retracts those it is about to overwrite; ``planner`` looks for
+prefixes in other engines and begins loads, which the ranks carry out.
 
-Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
-except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
+Methods run on the scheduler's thread unless their docstring says otherwise; none blocks except
+``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
 """
 
 from __future__ import annotations

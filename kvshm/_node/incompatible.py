@@ -1,7 +1,4 @@
-"""Why two engines of one node cannot share, in one line: for the log, and for the slot table.
-
-Both engines log the reason, each with its own value first.  Pure.
-"""
+"""Why two engines of one node cannot share, in one line: both log it, their own value first."""
 
 from __future__ import annotations
 
