@@ -25,7 +25,8 @@ from .errors import ConfigError, KvshmError, TransportError
 
 ENTRY_POINT_GROUP = "kvshm.transports"
 AUTO_TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
-"""What KVSHM_TRANSPORT=auto means, by the type of the device that holds the KV cache."""
+"""What KVSHM_TRANSPORT=auto means, by the type of the device that holds the KV cache: a transport
+of kvshm's own, so that engines with ``auto`` agree."""
 MAX_REGIONS = 4096
 """Regions of one rank: far more than any model has layers; bounds the work of peers."""
 MAX_DETAILS_BYTES = 1 << 16

@@ -81,8 +81,8 @@ class Publisher:
         return left
 
     def publish(self, records: bytes, parents: bytes) -> int:
-        """Publish blocks (``OwnSlotTable.publish``) and send their events.  Every byte of them is
-        written on every rank.  Returns how many are readable now."""
+        """Publish blocks, every byte of which is written on every rank (``OwnSlotTable.publish``),
+        and send their events.  Returns how many are readable now."""
         epoch = self._cache.epoch_state
         if epoch is None or self._cache.role.no_exports:
             return 0

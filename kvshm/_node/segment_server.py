@@ -102,8 +102,9 @@ def fetch_segment(path: Path, wanted: Request, timeout: float) -> int:
 
 
 class SegmentClient:
-    """Fetches the segments of one run directory and namespace.  Any thread; each method blocks for
-    ``timeout`` seconds at most, and raises SegmentError."""
+    """Fetches the segments of one run directory and namespace.  Any thread; each method blocks
+    for ``timeout`` seconds at most, and raises SegmentError; SegmentNotFound if the engine has
+    ended."""
 
     def __init__(self, run_dir: Path, namespace: str, timeout: float = FETCH_SECONDS) -> None:
         self._run_dir = run_dir
@@ -120,7 +121,8 @@ class SegmentClient:
         return self._table(RankSlotTable, self._engine_socket(epoch), epoch)
 
     def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
-        """Fetch the table of an engine in the roster, of the stated size, from the coordinator."""
+        """Fetch the table of an engine in the roster, of the stated size, from the coordinator.
+        Blocks for ROSTER_TABLE_SECONDS at most, then raises SegmentNotReady."""
         path = tables_socket(self._run_dir, self._namespace)
         largest = table_bytes(num_blocks, num_ranks)
         try:

@@ -50,7 +50,7 @@ STUCK_SECONDS = 30.0
 _CLOSE, _LOOK = "close", "look"
 """What the load thread gets besides loads."""
 MAX_COUNTED_SECONDS = 0.1
-"""Of a longer pause between two polls of such a copy only so much counts."""
+"""How much of a longer pause between two polls of such a copy counts."""
 
 
 class RankHalf:
@@ -263,7 +263,8 @@ class RankHalf:
             time.sleep(STEP_POLL_SECONDS)
 
     def poll(self, linger: float = 0.0) -> list[LoadReport]:
-        """Return the reports of the loads that have ended, after ``linger`` seconds at most."""
+        """Return the reports since the last call.  Blocks until all loads have ended, for
+        ``linger`` seconds at most."""
         until = self._clock() + linger
         while len(self._reports) < self._unreported and self._clock() < until:
             time.sleep(STEP_POLL_SECONDS)

@@ -93,7 +93,7 @@ class OwnProgress:
         _native.hook_took(self._segment.buffer, hook.offset, begun_ns, _SCHEDULER_OFFSET, pending)
 
     def set_pending(self, loop: int, pending: int) -> None:
-        """So much work waits for the loop now.  One thread, not necessarily the loop's."""
+        """Work waits for the loop now.  One thread, not necessarily the loop's."""
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop, pending)
 
 

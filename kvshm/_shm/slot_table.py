@@ -174,7 +174,7 @@ class SlotTableView(TableHeader):
 
     @staticmethod
     def _after(now: int, seconds: int) -> int:
-        """So many seconds later, as the slot has it: 0 would be no hold."""
+        """That many seconds later, as the slot has it: 0 would be no hold."""
         return (now + seconds) % WRAP_SECONDS or 1
 
     def _keep_until(self, until: int) -> None:

@@ -27,7 +27,7 @@ __all__ = ["KVPipe", "PipeTimeout"]
 
 _HEAD = struct.Struct("<II")
 _SLICE_SECONDS = 0.05
-"""So soon a call that waits notices that its end is being closed."""
+"""How soon a call that waits notices that its end is being closed."""
 _HOLD_SECONDS = 3600.0
 _HALF_FLOAT, _AS_RECEIVED = "e", "H"
 """No memoryview of Python 3.11 can be made of 16-bit floats."""

@@ -212,7 +212,9 @@ class Retrieval:
         return self._node.hold(keys, seconds) * self._block_size
 
     def stats(self) -> dict[str, int]:
-        """Return the Node's counters and those of these calls: ``lookups``, ``hit_tokens``, ..."""
+        """Return the Node's counters and those of these calls: ``lookups``, ``lookup_tokens``,
+        ``hit_tokens``, ``retrieves``, ``retrieve_tokens`` (asked for), ``retrieved_tokens``,
+        ``stores``, ``stored_tokens``."""
         with self._lock:
             return {**self._node.stats(), **self._counts}
 
