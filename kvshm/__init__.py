@@ -1,7 +1,6 @@
 """kvshm: one prefix cache per node, shared in place by the engines on it.
 
-The names of kvshm/api.py are names of this package, too.  They are imported when the first of them
-is used, so that a process which only passes by (a tool, vLLM without kvshm) pays nothing.
+The names of kvshm/api.py are imported when the first of them is used.
 """
 
 # ruff: noqa: F405  # api.py imports the names of __all__

@@ -41,32 +41,25 @@ def reset(table: Buffer, /) -> int: ...
 # -- marks of the exporter's own blocks (kvshm/_engine/marks.py): 8 bytes each, private memory
 
 def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int]:
-    """Advance the blocks' versions and clear all flags except those in ``keep``.  Returns the
-    blocks that were published."""
+    """Advance the versions, clear all flags but ``keep``.  Returns the published blocks."""
 
 def marks_retract(
     table: Buffer, marks: Buffer, blocks: Sequence[int], counter: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """``marks_change``, then ``retract`` for the blocks that were published.  Adds the number of
-    blocks that were READY to the word at offset ``counter`` of the table."""
+    """``marks_change``, then ``retract`` for the published ones, counted at offset ``counter``."""
 
 def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
-    """Length of the sound prefix of ``table[:stop]``, whose elements have a ``block_id``."""
+    """See ``Marks.sound``."""
 
 def marks_write(
     marks: Buffer, table: Sequence[Any], first: int, last: int, complete: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """Advance the versions of ``table[first:last]`` and clear their flags; those before index
-    ``complete`` become sound.  Returns the sound ones as packed pairs of block and version, and
-    the blocks that were published."""
+    """See ``Marks.write`` (kvshm/_engine/marks.py)."""
 
 def marks_step(
     requests: dict[str, Any], scheduled: dict[str, int], size: int, epochs: int, drafts: int, /
 ) -> list[tuple[Any, int, int]]:
-    """The values of ``requests`` whose request, in this step, writes a block that may have a mark,
-    completes a block, or may have another table than before.  Each comes with the first block that
-    the step writes and the token before which the step ends.  ``drafts`` is not 0 if tokens may be
-    rejected."""
+    """See ``touching`` (kvshm/_engine/marks.py)."""
 
 def marks_publish(
     table: Buffer,
@@ -77,18 +70,17 @@ def marks_publish(
     counter: int,
     /,
 ) -> tuple[bytes, list[_Run]]:
-    """Publish the blocks in ``runs`` that are unchanged and whose ``pool[block].block_hash`` is the
-    last of the chain's hashes for their index, with a group of at most 65535 behind it (4 bytes,
-    big endian), which becomes the record's.  Returns the records published, and the runs with a
-    block that is in use (``ref_cnt``) and has no hash yet, or with a block whose slot is not EMPTY.
-    Adds the number of published blocks to the word at offset ``counter`` of the table."""
+    """``OwnSlotTable.publish_marked``; counted at offset ``counter``.  A block's
+    ``pool[block].block_hash`` is the last of the chain's hashes for its index, with a group of at
+    most 65535 behind it (4 bytes, big endian).  A block without a hash counts only while in use
+    (``ref_cnt``)."""
 
 # -- the engine's queue of free blocks
 
 def kept_runs(table: Buffer, head: Any, wanted: int, most: int, now: int, /) -> KeptRuns:
     """Walk the blocks that follow ``head`` by their ``next_free_block``, ``most`` at most, until
-    ``wanted`` of them are not kept (``kvshm_kept``).  Returns the runs of kept blocks, each as its
-    first and last block, and how many blocks were not kept, and how many were."""
+    ``wanted`` of them are not kept (``kvshm_kept``).  Returns the first and last block of each run
+    of kept ones, and how many blocks were not kept, and how many were."""
 
 # -- slots: importer's side
 
@@ -110,9 +102,7 @@ def observe(segment: Buffer, histogram: int, value: int, /) -> None:
     """Count a value in the histogram at that offset (kvshm/_shm/histograms.py)."""
 
 def hook_took(segment: Buffer, histogram: int, begun_ns: int, loop: int, pending: int, /) -> None:
-    """Count the time since ``begun_ns`` (CLOCK_MONOTONIC) in the histogram at that offset, and
-    show that the loop at the other offset went round just now, with so much work waiting (0 if
-    negative)."""
+    """See ``OwnProgress.hook_took``; takes offsets, and a negative ``pending`` as 0."""
 
 def compare_exchange(segment: Buffer, offset: int, expected: int, desired: int, /) -> bool: ...
 def mark_ready(segment: Buffer, layout_version: int, /) -> None: ...
@@ -132,18 +122,17 @@ def census_of(places: Buffer, number: int, /) -> tuple[int, int]:
     """The blocks that table ``number`` was the first to have, and those that no other has."""
 
 def census_missing(table: Buffer, index: Buffer, row: int, /) -> tuple[int, int]:
-    """How many READY blocks of the table the replica lacks in the table's row, and when the first
-    of them was published, in milliseconds since the table was created (2**32 - 1: none)."""
+    """How many READY blocks the table's row misses, and when the first was published, in
+    milliseconds since the table was created (2**32 - 1: none)."""
 
 # -- replica index
 
 def index_apply(
     index: Buffer, batches: list[tuple[bytearray, int, bytes]], /
 ) -> tuple[int, int, int, int]:
-    """Apply batches of events in order, each (tombstones, row, records) of one engine; returns
-    (added, removed, ignored, full) in total.  ``tombstones`` (written) holds 16 bytes per block of
-    that engine, initially zeros.  If the core refuses a batch, the batches before it stay
-    applied."""
+    """Apply batches (tombstones, row, records) in order; returns (added, removed, ignored, full).
+    ``tombstones`` (written): 16 bytes per block, initially zeros.  If the core refuses a batch, the
+    batches before it stay applied."""
 
 def index_stale(before: Buffer, scanned: Buffer, /) -> bytes: ...
 def index_drop_row(index: Buffer, row: int, /) -> int: ...
@@ -158,9 +147,7 @@ def index_lookup(
     scale: int = 1,
     /,
 ) -> list[tuple[int, bytes]]:
-    """The longest prefix of the blocks from ``start`` to ``stop`` of a group that rows in the mask
-    ``rows`` hold, cut where the owner changes: row and records of each part.  Block i has the hash
-    ``hashes[(i + 1) * scale - 1]`` (1 to 32 bytes)."""
+    """See ``ReplicaReader.lookup``.  Block i has the hash ``hashes[(i + 1) * scale - 1]``."""
 
 # -- copies
 
@@ -177,10 +164,8 @@ def copy_blocks(
 
 def pulse(segment: Buffer, offset: int, /) -> object:
     """Make the kernel write PULSE_DIED to the word at ``offset`` of a shared mapping when this
-    process dies, before it frees any of the process's memory or descriptors.  PULSE_DIED is also
-    written when the returned object is freed.  Until then the word holds the id of a thread.  Waits
-    until that thread has started.  Raises OSError if no thread can be started, or if the kernel has
-    no robust futexes."""
+    process dies (docs/layout.md), or the returned object is freed.  Waits until a thread, whose id
+    the word holds until then, has started.  Raises OSError without thread or robust futexes."""
 
 # -- threads
 
@@ -189,9 +174,8 @@ def timer() -> int:
     Raises OSError."""
 
 def wake(timer: int, microseconds: int, /) -> None:
-    """Make ``timer`` readable after ``microseconds``; replaces an earlier time.  Keeps the GIL, so
-    that the thread which waits for the timer runs when the caller waits, not in the middle of the
-    caller's work.  Raises OSError."""
+    """Make ``timer`` readable after ``microseconds``, instead of an earlier time.  Keeps the GIL,
+    so that the thread which waits for it runs when the caller waits.  Raises OSError."""
 
 # -- tests
 

@@ -1,8 +1,6 @@
-"""The public surface: what ``import kvshm`` offers, for engines and for readers.
+"""The public surface: what ``import kvshm`` offers, for engines and for readers (docs/api.md).
 
-``kvshm.__all__`` lists it, docs/api.md explains it, and tests/unit/test_public_surface.py guards it
-against accidental change.  Engines whose scheduler and ranks are processes of their own use
-kvshm/halves.py as well.  All other modules are internal.
+Engines whose scheduler and ranks are processes of their own use kvshm/halves.py as well.
 """
 
 from __future__ import annotations

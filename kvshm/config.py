@@ -1,7 +1,6 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
-kvshm/_base/setting_sources.py lists their sources.  Only ``Config.from_env`` reads and checks them;
-a bad value stops the start, an empty one counts as unset.
+Only ``Config.from_env`` reads and checks them; a bad value stops the start, an empty one is unset.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 from ._base import setting_sources, syncpoints, timing
 from ._base import setting_values as values
-from ._base.likely_mistakes import plugin_left_out, unknown_names
 from ._base.log_lines import FilledLine
 from ._base.roles import Decision, Limit, Role, decide_role
 from ._base.rundir import SOCKET_PATH_BYTES, choose_run_directory
@@ -32,8 +30,6 @@ _PLACE = ("run_dir", "namespace")
 
 
 class Share(StrEnum):
-    """Whose blocks are shared."""
-
     ALL = "all"
     SALTED_ONLY = "salted-only"
     NONE = "none"
@@ -66,7 +62,6 @@ class Setting(NamedTuple):
     name: str
     """Of its environment variable, by which messages call the setting."""
     field: str
-    """Its name everywhere else."""
     default: Any
     parse: Callable[[str], Any]
     accepts: str
@@ -101,9 +96,8 @@ def _one_of(default: StrEnum, meaning: str) -> Any:
 class Config:
     """The settings of one process; docs/configuration.md lists them.  Any process; immutable.
 
-    ``from_env`` reads and checks them.  The constructor takes each by its name in small letters
-    without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", role="producer")``; it raises
-    ConfigError.
+    The constructor takes each by its name in small letters without ``KVSHM_``, as in
+    ``Config(run_dir="/run/kvshm", role="producer")``; it raises ConfigError.
     """
 
     enable: bool = _flag("Share this engine's prefix cache.")
@@ -133,17 +127,17 @@ class Config:
     )
     drain_budget_ms: float = _setting(
         1.0,
-        values.milliseconds(1000),
+        values.number(0, 1000),
         "a number of milliseconds from 0 to 1000",
         "Longest wait per step for importers of blocks about to be reused; "
         "unless set, 0 without asynchronous scheduling.",
     )
     join_wait_ms: float = _setting(
         1000.0,
-        values.milliseconds(600_000),
+        values.number(0, 600_000),
         "a number of milliseconds from 0 to 600000",
         "Longest wait of kvshm.join(), and under vLLM of a request that comes while the engine "
-        "joins, until the engines that are there are known; nobody waits without a coordinator.",
+        "joins, until the engines that are there are known; not without a coordinator.",
     )
     max_import_blocks: int = _setting(
         16384,
@@ -154,7 +148,7 @@ class Config:
     )
     share: Share = _one_of(
         Share.ALL,
-        "Whose blocks are shared: every request's, only those with a cache_salt, nobody's. "
+        "Whose blocks are shared: every request's, only those with a cache_salt, no request's. "
         "Only vLLM's hooks know which have one: other engines share nothing with salted-only.",
     )
     verify: bool = _flag("Checksum blocks when published and compare after each import.")
@@ -164,7 +158,7 @@ class Config:
     )
     weights_check_seconds: float = _setting(
         5.0,
-        values.seconds,
+        values.number(0.1, 3600),
         "a number of seconds from 0.1 to 3600",
         "How often an engine that shares looks at samples of all its weights: in that time it "
         "notices that somebody has written them without a call that announces it.",
@@ -238,9 +232,8 @@ class Config:
         """Return the checked settings.  Blocks while it reads the file that KVSHM_CONFIG names.
         Raises ConfigError naming setting, value and remedy.
 
-        ``options`` of a command line override settings (--run-dir overrides KVSHM_RUN_DIR) unless
-        they are None.  ``extra_config``: kvshm's part of vLLM's kv_connector_extra_config; it
-        overrides variables.
+        ``options`` of a command line (--run-dir), unless None, and ``extra_config``, kvshm's part
+        of vLLM's kv_connector_extra_config, override variables.
         """
         syncpoints.trigger_in(environ)
         timing.timing_in(environ)
@@ -254,8 +247,8 @@ class Config:
             setting_sources.of_file(file),
         )
         names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
-        left_out = plugin_left_out(environ) if config.enable else ()
-        return config._with(mistakes=(*unknown_names(environ, names), *left_out))
+        left_out = setting_sources.plugin_left_out(environ) if config.enable else ()
+        return config._with(mistakes=(*setting_sources.unknown_names(environ, names), *left_out))
 
     @classmethod
     def of_place(
@@ -309,9 +302,9 @@ class Config:
 
     def decide_role(self, *found: Limit) -> Decision:
         """Internal: decide what the engine does, with the limits ``found`` in a running vLLM."""
-        nobody = self.share is Share.NONE
+        none = self.share is Share.NONE
         settings = (
-            Limit(f"{self.called('share')}={self.share}", no_exports=nobody, no_imports=nobody),
+            Limit(f"{self.called('share')}={self.share}", no_exports=none, no_imports=none),
             Limit(
                 f"{self.called('role')}={self.role}",
                 no_exports=self.role is Role.CONSUMER,
@@ -324,11 +317,6 @@ class Config:
     def warnings(self) -> tuple[str, ...]:
         """The texts about likely mistakes."""
         return tuple(map(str, self.mistakes))
-
-    @property
-    def imports(self) -> bool:
-        """Internal: whether what is known before the engine runs permits importing."""
-        return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
         """Internal: drain budget of one step; 0 if no work overlaps the wait, unless given."""

@@ -1,8 +1,6 @@
 """All errors that kvshm raises on purpose: one tree, one leaf per thing a caller can do about it.
 
-Foreign exceptions (OSError, zmq.ZMQError, msgspec errors) are converted where they are caught and
-kept as the cause.  A message says what is needed to act: the name of the thing, what was wanted
-and what was found.
+Foreign exceptions are converted where they are caught and kept as the cause.
 """
 
 from __future__ import annotations
@@ -71,13 +69,11 @@ class TransportError(KvshmError):
 
 class MemoryInUse(TransportError):
     """A copy may still write where the model is about to compute, and cannot be stopped, or nothing
-    fills the blocks that the model is about to compute from.  The only failure that cannot become
-    a cache miss: the engine must not continue."""
+    fills the blocks that it needs.  Not a cache miss: the engine must not continue."""
 
 
 class StillAttaching(TransportError):
-    """A peer's memory is not open yet: the attach is still under way, or the peer's rank serves no
-    memory."""
+    """A peer's memory is not open yet: it is being attached, or its rank serves none."""
 
 
 class MisuseError(KvshmError):

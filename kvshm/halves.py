@@ -1,8 +1,5 @@
 """The public surface for engines whose scheduler and worker ranks are processes of their own.
 
-``kvshm.Node`` is these two halves in one process.  vLLM's hooks use them apart: they know nothing
-else of kvshm.
-
 ==================== ==============================================================================
 SchedulerHalf        in the scheduler's process: epochs, ``publisher``, ``planner`` (LoadPlanner:
                      ``lookup`` finds a Plan, ``load`` makes it a LoadOrder for the ranks,
@@ -13,100 +10,59 @@ Marks, Run, ...      what is known of the contents of each own block, for an eng
 Group, Groups, Part  KV cache groups, and the blocks a prefix needs of each
 ==================== ==============================================================================
 
-The engine carries RankInfo, LoadOrder and LoadReport from one half to the other, as it carries
-messages of its own (they can be pickled).
+The engine carries RankInfo, LoadOrder and LoadReport from one half to the other; they can be
+pickled.
 """
 
 from __future__ import annotations
 
-from kvshm._base.ids import BlockId, Epoch, LoadId, Rank
-from kvshm._engine.costs import Costs
-from kvshm._engine.epoch_state import EngineSpec
-from kvshm._engine.groups import Group, Groups, Part
-from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport, Plan
-from kvshm._engine.load_planner import LoadPlanner, LoadResult
-from kvshm._engine.marks import Marks, Run, blocks_of, touching
-from kvshm._engine.prefix_search import ONE_FULL_GROUP
-from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._node.leftovers import clear
-from kvshm._node.protocol import RankInfo, abi
-from kvshm._rank.opening import open_rank
-from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
-from kvshm._shm.error_log import ErrorCode
-from kvshm._shm.statistics import (
-    BAD_OPTIONS,
-    HOOK_ERRORS,
-    IMPORT_TIMES_TEXT,
-    IMPORTED_BLOCKS,
-    IMPORTED_TOKENS,
-    KEPT,
-    LOADS_AT_ONCE,
-    LOADS_FAILED,
-    LOADS_LOST,
-    MISS_FAILED,
-    MISS_NO_ROOM,
-    MISS_NOT_IMPORTING,
-    MISS_NOT_READ,
-    MISS_NOT_SHARED,
-    MISS_OWN,
-    PROMPT_TOKENS_COMPUTED,
-    PROMPT_TOKENS_LOCAL,
-    PROMPT_TOKENS_PEER,
-    PROMPT_TOKENS_TEXT,
-    STILL_MAPPED,
-    WEIGHTS_WRITTEN,
-    Counter,
-)
-
-__all__ = [
-    "BAD_OPTIONS",
-    "HOOK_ERRORS",
-    "IMPORTED_BLOCKS",
-    "IMPORTED_TOKENS",
-    "IMPORT_TIMES_TEXT",
-    "KEPT",
-    "LOADS_AT_ONCE",
-    "LOADS_FAILED",
-    "LOADS_LOST",
-    "MISS_FAILED",
-    "MISS_NOT_IMPORTING",
-    "MISS_NOT_READ",
-    "MISS_NOT_SHARED",
-    "MISS_NO_ROOM",
-    "MISS_OWN",
-    "ONE_FULL_GROUP",
-    "POLL_SECONDS",
-    "PROMPT_TOKENS_COMPUTED",
-    "PROMPT_TOKENS_LOCAL",
-    "PROMPT_TOKENS_PEER",
-    "PROMPT_TOKENS_TEXT",
-    "STILL_MAPPED",
-    "WEIGHTS_WRITTEN",
-    "BlockId",
-    "Costs",
-    "Counter",
-    "EngineSpec",
-    "Epoch",
-    "ErrorCode",
-    "Group",
-    "Groups",
-    "LoadFailure",
-    "LoadId",
-    "LoadOrder",
-    "LoadPlanner",
-    "LoadReport",
-    "LoadResult",
-    "Marks",
-    "Part",
-    "Plan",
-    "Rank",
-    "RankHalf",
-    "RankInfo",
-    "Run",
-    "SchedulerHalf",
-    "abi",
-    "blocks_of",
-    "clear",
-    "open_rank",
-    "touching",
-]
+from kvshm._base.ids import BlockId as BlockId
+from kvshm._base.ids import Epoch as Epoch
+from kvshm._base.ids import LoadId as LoadId
+from kvshm._base.ids import Rank as Rank
+from kvshm._engine.costs import Costs as Costs
+from kvshm._engine.epoch_state import EngineSpec as EngineSpec
+from kvshm._engine.groups import Group as Group
+from kvshm._engine.groups import Groups as Groups
+from kvshm._engine.groups import Part as Part
+from kvshm._engine.load_plan import LoadFailure as LoadFailure
+from kvshm._engine.load_plan import LoadOrder as LoadOrder
+from kvshm._engine.load_plan import LoadReport as LoadReport
+from kvshm._engine.load_plan import Plan as Plan
+from kvshm._engine.load_planner import LoadPlanner as LoadPlanner
+from kvshm._engine.load_planner import LoadResult as LoadResult
+from kvshm._engine.marks import Marks as Marks
+from kvshm._engine.marks import Run as Run
+from kvshm._engine.marks import blocks_of as blocks_of
+from kvshm._engine.marks import touching as touching
+from kvshm._engine.prefix_search import ONE_FULL_GROUP as ONE_FULL_GROUP
+from kvshm._engine.scheduler_half import SchedulerHalf as SchedulerHalf
+from kvshm._node.leftovers import clear as clear
+from kvshm._node.protocol import RankInfo as RankInfo
+from kvshm._node.protocol import abi as abi
+from kvshm._rank.opening import open_rank as open_rank
+from kvshm._rank.rank_half import POLL_SECONDS as POLL_SECONDS
+from kvshm._rank.rank_half import RankHalf as RankHalf
+from kvshm._shm.error_log import ErrorCode as ErrorCode
+from kvshm._shm.statistics import BAD_OPTIONS as BAD_OPTIONS
+from kvshm._shm.statistics import HOOK_ERRORS as HOOK_ERRORS
+from kvshm._shm.statistics import IMPORT_TIMES_TEXT as IMPORT_TIMES_TEXT
+from kvshm._shm.statistics import IMPORTED_BLOCKS as IMPORTED_BLOCKS
+from kvshm._shm.statistics import IMPORTED_TOKENS as IMPORTED_TOKENS
+from kvshm._shm.statistics import KEPT as KEPT
+from kvshm._shm.statistics import LOADS_AT_ONCE as LOADS_AT_ONCE
+from kvshm._shm.statistics import LOADS_FAILED as LOADS_FAILED
+from kvshm._shm.statistics import LOADS_LOST as LOADS_LOST
+from kvshm._shm.statistics import MISS_FAILED as MISS_FAILED
+from kvshm._shm.statistics import MISS_NO_ROOM as MISS_NO_ROOM
+from kvshm._shm.statistics import MISS_NOT_IMPORTING as MISS_NOT_IMPORTING
+from kvshm._shm.statistics import MISS_NOT_READ as MISS_NOT_READ
+from kvshm._shm.statistics import MISS_NOT_SHARED as MISS_NOT_SHARED
+from kvshm._shm.statistics import MISS_OWN as MISS_OWN
+from kvshm._shm.statistics import PROMPT_TOKENS_COMPUTED as PROMPT_TOKENS_COMPUTED
+from kvshm._shm.statistics import PROMPT_TOKENS_LOCAL as PROMPT_TOKENS_LOCAL
+from kvshm._shm.statistics import PROMPT_TOKENS_PEER as PROMPT_TOKENS_PEER
+from kvshm._shm.statistics import PROMPT_TOKENS_TEXT as PROMPT_TOKENS_TEXT
+from kvshm._shm.statistics import STILL_MAPPED as STILL_MAPPED
+from kvshm._shm.statistics import WEIGHTS_WRITTEN as WEIGHTS_WRITTEN
+from kvshm._shm.statistics import Counter as Counter

@@ -53,7 +53,7 @@ def with_connector(transfer: KVTransferConfig | None, config: Config) -> KVTrans
 
     transfer = transfer or KVTransferConfig()
     # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
-    role = transfer.kv_role or ("kv_both" if config.imports else "kv_producer")
+    role = transfer.kv_role or ("kv_producer" if config.decide_role().no_imports else "kv_both")
     return replace(transfer, **OUR_CONNECTOR | {"kv_role": role})
 
 

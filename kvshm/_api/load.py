@@ -184,19 +184,16 @@ class Load:
         """Wait for the end, ``timeout`` seconds at most (None: for ever); return the state, which
         is PENDING if the time is over.  Without ``timeout`` it takes as long as the copies do: some
         milliseconds, and up to two seconds if a peer hangs."""
-        for pause in pauses(timeout):
-            if self.poll() is not LoadState.PENDING:
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(self._has_ended, timeout)
         return self.poll()
 
     async def wait_async(self, timeout: float | None = None) -> LoadState:
         """Like ``wait``, without blocking the event loop."""
-        for pause in pauses(timeout):
-            if self.poll() is not LoadState.PENDING:
-                break
-            await asyncio.sleep(pause)
+        await wait_until_async(self._has_ended, timeout)
         return self.poll()
+
+    def _has_ended(self) -> bool:
+        return self.poll() is not LoadState.PENDING
 
     def __await__(self) -> Generator[object, None, LoadState]:
         return self.wait_async().__await__()
@@ -208,7 +205,6 @@ class Load:
             self._node._cancel_load(self)
 
     def _end(self, good: int) -> None:
-        """It has ended: ``good`` of its blocks are."""
         self._good = good
         self.state = LoadState.DONE if good == len(self.targets) else LoadState.FAILED
 
@@ -216,13 +212,28 @@ class Load:
         return f"<Load {self._id} of {len(self.targets)} blocks, {self.state}>"
 
 
-def pauses(timeout: float | None, clock: Callable[[], float] = time.monotonic) -> Iterator[float]:
-    """Yield how long to wait until the next look, until ``timeout`` seconds are over (None: for
-    ever).  Raises MisuseError, when the first is asked for."""
+def wait_until(is_over: Callable[[], bool], timeout: float | None) -> None:
+    """Wait until ``is_over`` is true, ``timeout`` seconds at most.  Raises MisuseError."""
+    for pause in _pauses(timeout):
+        if is_over():
+            break
+        time.sleep(pause)  # nothing calls back (ADR 0022)
+
+
+async def wait_until_async(is_over: Callable[[], bool], timeout: float | None) -> None:
+    """Like ``wait_until``, without blocking the event loop."""
+    for pause in _pauses(timeout):
+        if is_over():
+            break
+        await asyncio.sleep(pause)
+
+
+def _pauses(timeout: float | None) -> Iterator[float]:
+    """Yield how long to wait until each next look, for ``timeout`` seconds.  Raises MisuseError."""
     pause, until = _FIRST_PAUSE, None
     if timeout is not None:
-        until = clock() + checked_seconds("timeout", timeout)
-    while until is None or clock() < until:
-        left = pause if until is None else min(pause, until - clock())
+        until = time.monotonic() + checked_seconds("timeout", timeout)
+    while until is None or time.monotonic() < until:
+        left = pause if until is None else min(pause, until - time.monotonic())
         yield max(0.0, left)
         pause = min(2 * pause, _LONGEST_PAUSE)

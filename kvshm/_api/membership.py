@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Self
 
@@ -17,7 +15,7 @@ from kvshm.errors import KvshmError, MisuseError
 
 from .halves_in_one import HalvesInOne
 from .identity import Identity
-from .load import pauses
+from .load import wait_until, wait_until_async
 from .loads import Loads
 from .own_blocks import OwnBlocks, pack_contents
 
@@ -52,7 +50,6 @@ class Membership:
         self._log_limit = LogLimit()
         self._paused = self._closed = False
         self._open: EpochState | None = None
-        """The epoch that is open on both halves."""
         self._halves: HalvesInOne | None = None
         try:
             self._halves = open_halves(self._opened)
@@ -68,7 +65,7 @@ class Membership:
         return self._refusal or (halves.cache.refusal if halves is not None else "")
 
     def _refuse(self, exc: Exception) -> None:
-        """Share nothing, for good.  An error that nobody foresaw is logged in full."""
+        """Share nothing, for good.  An unforeseen error is logged in full."""
         foreseen = isinstance(exc, KvshmError | OSError)
         self._refusal = str(exc) if foreseen else f"{type(exc).__name__}: {exc}"
         log.line(CoreLine.NOT_SHARING, self._refusal, exc_info=None if foreseen else exc)
@@ -90,48 +87,41 @@ class Membership:
         """Wait until ``joined``, ``timeout`` seconds at most (None: for ever).  Returns ``joined``;
         at once, False, if this engine shares nothing, also if the coordinator refuses it:
         ``refusal`` says why.  It still joins later if the coordinator's reason has gone by then."""
-        for pause in pauses(timeout):
-            if self.joined or self._is_refused:
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(self._need_not_wait, timeout)
         return self.joined
 
     @property
     def _shares(self) -> bool:
-        """Whether it may share: it is not closed, and neither its settings nor its memory forbid
-        it."""
+        """Whether neither ``close``, its settings nor its memory forbid it to share."""
         return self._halves is not None
 
     @property
     def _is_refused(self) -> bool:
-        """Whether waiting is of no use: nobody will let this engine share."""
+        """Whether waiting is of no use, because this engine may not share."""
         halves = self._halves
         return halves is None or halves.cache.is_refused
 
     async def wait_joined_async(self, timeout: float | None = None) -> bool:
         """Like ``wait_joined``, without blocking the event loop."""
-        for pause in pauses(timeout):
-            if self.joined or self._is_refused:
-                break
-            await asyncio.sleep(pause)
+        await wait_until_async(self._need_not_wait, timeout)
         return self.joined
+
+    def _need_not_wait(self) -> bool:
+        return self.joined or self._is_refused
 
     def _meet_peers(self, timeout: float) -> None:
         """Wait until the engines that the roster named at the join are known, for ``join``."""
-        for pause in pauses(timeout):
-            if (halves := self._halves) is None or not halves.cache.meets_peers:
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(
+            lambda: (halves := self._halves) is None or not halves.cache.meets_peers, timeout
+        )
 
     def _start(self, identity: Identity) -> None:
-        """Begin the first epoch, for ``join``."""
         with self._lock:
             unusable = self._begin(identity)
         self._give_up(unusable)
 
     def _begin(self, identity: Identity) -> HalvesInOne | None:
-        """Begin an epoch.  Returns both halves if they cannot: close them without the lock, which
-        the client's thread may want."""
+        """Begin an epoch.  Returns both halves if they cannot: close them without the lock."""
         self._identity, halves = identity, self._halves
         if halves is not None:
             try:
@@ -167,8 +157,7 @@ class Membership:
         self._give_up(unusable)
 
     def _opened(self, state: EpochState) -> None:
-        """An epoch is open on both halves: publish what was to be published meanwhile.  Client's
-        thread."""
+        """An epoch is open on both halves: publish what waits.  Client's thread."""
         with self._lock:
             if self._closed or self._halves is None or state is not self._halves.cache.epoch_state:
                 return
@@ -179,8 +168,7 @@ class Membership:
 
     def _living(self) -> HalvesInOne | None:
         """Both halves, None if this engine shares nothing.  Takes note of the loads that have
-        ended: their blocks are the caller's, who need not have watched.  Raises MisuseError once
-        closed."""
+        ended.  Raises MisuseError once closed."""
         if self._closed:
             raise MisuseError(f"node {self.name} is closed; join() again")
         if (halves := self._halves) is not None:

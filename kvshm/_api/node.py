@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
@@ -13,7 +12,7 @@ from kvshm._engine.load_plan import Plan
 from kvshm.errors import MisuseError
 
 from .arguments import checked_keys, checked_seconds, checked_start
-from .load import Found, Load, pauses
+from .load import Found, Load, wait_until, wait_until_async
 from .lookups import all_lengths, held_by_peers
 from .membership import Membership
 from .prefix_keys import Extra, prefix_keys
@@ -27,7 +26,7 @@ class Held(StrEnum):
     PEER = "peer"
     """Another one."""
     NONE = ""
-    """Nobody that is known."""
+    """No engine that is known."""
 
 
 class Node(Membership):
@@ -82,7 +81,6 @@ class Node(Membership):
             return Found(self, keys, start, plan)
 
     def _lengths_of(self, found: Found) -> tuple[int, ...]:
-        """``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
             if self._groups.is_single_full_attention or halves is None or state is None:
@@ -111,10 +109,7 @@ class Node(Membership):
         Returns at once if this engine shares nothing (``refusal``)."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
-        for pause in pauses(timeout):
-            if self._all_there(keys, start):
-                break
-            time.sleep(pause)  # nothing calls back (ADR 0022)
+        wait_until(lambda: self._all_there(keys, start), timeout)
         return self.lookup(keys, start)
 
     async def wait_for_async(
@@ -123,10 +118,7 @@ class Node(Membership):
         """Like ``wait_for``, without blocking the event loop."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
-        for pause in pauses(timeout):
-            if self._all_there(keys, start):
-                break
-            await asyncio.sleep(pause)
+        await wait_until_async(lambda: self._all_there(keys, start), timeout)
         return self.lookup(keys, start)
 
     def _all_there(self, keys: Sequence[bytes], start: int) -> bool:
@@ -149,7 +141,7 @@ class Node(Membership):
         retracted without waiting: then as ``drain`` does.
 
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
-        neither published nor being loaded, and used by nobody until the load has ended.  Leases are
+        neither published nor being loaded, and unused until the load has ended.  Leases are
         taken here, and given back by whoever ends the load.  From blocks that are gone meanwhile
         on, the load fails.  Raises MisuseError for a Found of nothing, of another node, or loaded
         before, and for other blocks than these.
@@ -168,17 +160,15 @@ class Node(Membership):
             found.loaded = True
             if halves is None:
                 return self._loads.failed(self, targets)
-            self._drain(halves)  # first: nobody may read the targets any more
+            self._drain(halves)  # first: the targets must not be read any more
             return self._loads.begin(self, halves, found._plan, targets)
 
     def _advance_loads(self) -> None:
-        """Take note of the loads that have ended; does not block."""
         with self._lock:
             if self._halves is not None:
                 self._loads.collect(self._halves)
 
     def _cancel_load(self, load: Load) -> None:
-        """``Load.cancel``."""
         with self._lock:
             if self._halves is not None:
                 self._halves.rank.cancel(load._id)
@@ -207,8 +197,8 @@ class Node(Membership):
             return 0 if self._paused else self._publish_waiting()
 
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
-        """Let nobody read these blocks any more, before they are written or given other contents.
-        Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
+        """Let no engine read these blocks any more, before they are written or get other contents.
+        Blocks that are not published are left alone.  Waits until none reads them, for the drain
         budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
         discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
         at once; then call ``drain`` before writing them."""

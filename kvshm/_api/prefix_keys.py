@@ -84,14 +84,10 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def _pack(tokens: Sequence[int]) -> bytes:
-    """The tokens, 4 bytes each, little endian."""
     try:
-        words = array("I", list(tokens))  # a list: of bytes, array would take the numbers apart
+        return array("I", list(tokens)).tobytes()  # a list: array would take bytes apart
     except (OverflowError, TypeError) as exc:
         raise MisuseError(f"tokens are whole numbers from 0 to {2**32 - 1}: {exc}") from exc
-    if words.itemsize != _TOKEN_BYTES:  # on no platform with Linux
-        return struct.pack(f"<{len(words)}I", *words)
-    return words.tobytes()
 
 
 def _by_block(extra: Extra, num_tokens: int, block_size: int) -> dict[int, tuple[bytes, ...]]:

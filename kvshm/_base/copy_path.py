@@ -13,7 +13,6 @@ class CopyPath(StrEnum):
     """
 
     OWN = "own"
-    """Within the engine's own cache."""
     SAME_GPU = "same_gpu"
     SHM = "shm"
     """A CPU reads the peer's cache in shared memory."""

@@ -13,8 +13,8 @@ class CoreLine(LogLine):
     PUBLISH_FAILED = (
         ERROR,
         "blocks could not be published",
-        "report it, with the traceback: the transport has failed in a way that nobody "
-        "foresaw, and these blocks stay unshared",
+        "report it, with the traceback: the transport has failed in an unforeseen "
+        "way, and these blocks stay unshared",
     )
     EXPORT_NOT_CLOSED = (
         ERROR,

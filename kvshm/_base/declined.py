@@ -1,8 +1,5 @@
-"""Records of engines that share nothing, in the run directory: their logs say why, and so do tools.
-
-The process of such an engine leaves a small file, and holds a lock on it while it lives.  Nothing
-that goes wrong with it is an error of the engine.
-"""
+"""Records of engines that share nothing, in the run directory: small files, each locked while its
+process lives.  Nothing that goes wrong with one is an error of the engine."""
 
 from __future__ import annotations
 
@@ -39,13 +36,11 @@ class Declined(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     pid: int
-    """As the engine sees it."""
     model: str
     reason: str
     on_purpose: bool
     """Whether a setting says so (KVSHM_SHARE=none)."""
     since: float
-    """Seconds since 1970."""
     pid_namespace: int = 0
     """The engine's, by its number; 0 if that is not known."""
 
@@ -122,7 +117,6 @@ def forget_declined(engine: str) -> None:
 
 
 def declined_now(engine: str, model: str, reason: str, *, on_purpose: bool) -> Declined:
-    """Return what to record of an engine of this process that declines now."""
     return Declined(
         engine=engine,
         pid=os.getpid(),
@@ -167,7 +161,6 @@ def list_declined(run_dir: Path, namespace: str | None) -> list[tuple[str, Decli
 
 
 def left_declined(run_dir: Path, namespace: str) -> list[Path]:
-    """Return the records whose processes have ended."""
     left = []
     for _, path in _files(run_dir, namespace):
         with suppress(OSError):
@@ -191,8 +184,7 @@ def _read(path: Path) -> Declined | None:
 
 
 def _read_if(path: Path, *, living: bool) -> bytes | None:
-    """The file's contents if its process lives, or if it has ended; None otherwise.  Raises
-    OSError; never blocks."""
+    """The file's contents if its process is ``living``, or not; else None.  Raises OSError."""
     fd = os.open(path, _READ)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -16,15 +16,13 @@ from kvshm.errors import ConfigError
 CONNECTOR = "KvshmConnector"
 MULTI = "MultiConnector"
 CHILDREN = "connectors"
-"""Key of a MultiConnector's list."""
 BESIDE = "kvshm"
 """Key of kvshm's settings in the configuration of another connector."""
 
 
 def own_settings(connector: object, extra: object) -> Mapping[str, Any]:
-    """Return kvshm's settings in a ``kv_connector_extra_config``; ``connector``: the
-    ``kv_connector`` beside it.  Pure.  Raises ConfigError if kvshm's connector would not find
-    them."""
+    """Return kvshm's settings in a ``kv_connector_extra_config`` beside the ``kv_connector``
+    ``connector``.  Raises ConfigError if kvshm's connector would not find them."""
     table = _table("kv_connector_extra_config", extra)
     if connector in (None, CONNECTOR):
         return table

@@ -1,7 +1,4 @@
-"""The fingerprint: what must be equal for two engines to exchange raw block bytes.
-
-The digest over named fields decides; the fields are sent with it for the logs.
-"""
+"""The fingerprint: what must be equal for two engines to exchange raw block bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from hashlib import sha256
 from .ids import Fingerprint
 
 FIELDS: dict[str, str] = {}
-"""Each field and the reason for it.  Causes stand before their consequences, so that the first
-field that differs says most."""
+"""Each field and the reason for it, causes before their consequences."""
 
 
 def _field(name: str, reason: str) -> str:
@@ -101,8 +97,7 @@ def fingerprint(fields: Mapping[str, str]) -> Fingerprint:
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return field -> (its value in ``a``, in ``b``) where they differ, most telling first;
-    "" stands for a field that one side does not know."""
+    """Return field -> (its value in ``a``, in ``b``) where they differ, most telling first."""
     unknown = sorted((a.keys() | b.keys()).difference(FIELDS))
     names = (name for name in (*FIELDS, *unknown) if a.get(name) != b.get(name))
     return {name: (a.get(name, ""), b.get(name, "")) for name in names}

@@ -1,8 +1,4 @@
-"""What a forked child must leave alone.
-
-Sockets, epochs and segments stay the parent's: before any code of the child runs, their objects
-forget them.
-"""
+"""What a forked child must leave alone: its objects forget it before any code of the child runs."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ class ForkAware(Protocol):
     """Owns something that a forked child must not use."""
 
     def forget_in_child(self) -> None:
-        """Drop it, in a forked child.  Takes no lock: the thread that holds the lock may not
-        exist in the child."""
+        """Drop it, in a forked child.  Takes no lock, whose thread may not exist there."""
         ...
 
 
@@ -32,17 +27,14 @@ def guard_forks(owner: ForkAware) -> None:
 class Closeable(Protocol):
     """What a forked child inherits and must not keep open."""
 
-    def close(self) -> None:
-        """Close it in this process."""
-        ...
+    def close(self) -> None: ...
 
 
 _inherited: weakref.WeakSet[Closeable] = weakref.WeakSet()
 
 
 def close_in_children(resource: Closeable) -> None:
-    """Have a connection to another process, or a mapping of its memory, closed in every forked
-    child."""
+    """Have a connection or mapping closed in every forked child."""
     _inherited.add(resource)
 
 

@@ -1,7 +1,4 @@
-"""A type for each kind of number and bytes that crosses function boundaries.
-
-docs/glossary.md explains the words.
-"""
+"""A type for each kind of number and bytes that crosses function boundaries (docs/glossary.md)."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ HASH_BYTES = 32
 
 
 def block_hash(digest: bytes) -> BlockHash:
-    """Return ``digest`` as a BlockHash, padded on the right to 32 bytes.
-
-    Engines with different algorithms never meet.  Raises ValueError for an empty or longer digest.
-    """
+    """Return ``digest`` as a BlockHash, padded on the right to 32 bytes.  Raises ValueError."""
     if not 0 < len(digest) <= HASH_BYTES:
         raise ValueError(f"a block hash has 1 to {HASH_BYTES} bytes, not {len(digest)}")
     return BlockHash(digest.ljust(HASH_BYTES, b"\0"))

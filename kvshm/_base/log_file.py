@@ -1,7 +1,5 @@
-"""A log file that several processes append to, that may be moved away, and that may fill its disk.
-
-A line that the file does not take goes elsewhere; the process goes on.
-"""
+"""A log file that several processes append to, that may be moved away, and that may fill its disk:
+what it does not take goes elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from .core_lines import CoreLine
 from .log_format import LineFormatter
 
 MODE = 0o600
-# With O_NONBLOCK a path that is a pipe without a reader is an error and holds nobody up.
+# With O_NONBLOCK a path that is a pipe without a reader is an error and blocks no caller.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _WRONG_PATH = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 """What a mistyped path causes; other errors pass by themselves."""
@@ -36,9 +34,8 @@ class LogFile(WatchedFileHandler):
         instead: Callable[[logging.LogRecord], object],
         say: Callable[[str], object],
     ) -> None:
-        """``instead`` gets the records that the file does not take; ``say`` says elsewhere, once
-        for each failure, that the file is not written.  Raises ConfigError if the path is wrong:
-        no such folder, no permission."""
+        """``instead`` gets the records that the file does not take; ``say`` says so elsewhere, once
+        for each failure.  Raises ConfigError if the path is wrong."""
         super().__init__(path, delay=True)
         self.baseFilename = path  # not its absolute form: with a link before ".." that is another
         self.as_json = lines.as_json
@@ -58,8 +55,6 @@ class LogFile(WatchedFileHandler):
             pass  # the first line tries again, and says so
 
     def _open(self) -> Any:
-        """Open the file, and note which one it is, since the handler does so only where it has
-        closed another."""
         stream = _WholeTexts(os.open(self.baseFilename, _FLAGS, MODE))
         try:
             found = os.fstat(stream.fileno())
@@ -70,7 +65,6 @@ class LogFile(WatchedFileHandler):
         return stream
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line that ``emit`` has made of the record."""
         return self._line
 
     def _line_of(self, record: logging.LogRecord) -> str:

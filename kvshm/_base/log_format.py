@@ -1,7 +1,6 @@
 """What a line of the log says, and its two forms: key=value for people and grep, JSON for programs.
 
-Engines and coordinator write lines of one form.  An *event* is a name, such as ``join``, with
-fields; a line without one is a message.
+An *event* is a name, such as ``join``, with fields; a line without one is a message.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ PREFIX = "kvshm: "
 MAX_VALUE = 1000
 """Characters of a value or message that are written at most."""
 MAX_MESSAGE = 4000
-"""The same of a message in vLLM's own log."""
 MAX_TRACEBACK = 16_000
-"""The same of a traceback."""
 
 EVENT, FIELDS = "kvshm_event", "kvshm_fields"
-"""Attributes of a log record that has an event."""
 
 OWN_EPOCHS: dict[int, str] = {}
-"""Epochs that this process has begun or serves, and the names of their engines; empty: unknown.
-A line says which engine wrote it if there is only one."""
+"""Epochs of this process, and their engines' names, if known: a line says its only one."""
 
 
 def note_own_epoch(epoch: int, name: str = "") -> None:
@@ -36,7 +31,6 @@ def note_own_epoch(epoch: int, name: str = "") -> None:
 
 
 def forget_own_epoch(epoch: int) -> None:
-    """It has ended.  Any number of times."""
     OWN_EPOCHS.pop(epoch, None)
 
 
@@ -58,13 +52,11 @@ def printable(text: str) -> str:
 
 
 def key_values(about: dict[str, object]) -> str:
-    """Return ``key=value ...``."""
     return " ".join(f"{key}={quote(_cut(str(value)))}" for key, value in about.items())
 
 
 class PlainText(logging.Filter):
-    """Makes every line printable: it may quote what a client, another engine or a file has said.
-    Lets all lines through.  Any thread."""
+    """Makes every line printable: it may quote a client, another engine or a file.  Any thread."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:

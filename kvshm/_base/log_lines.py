@@ -1,9 +1,4 @@
-"""One line of the log: its level and text, and what the operator does about it.
-
-Each component lists its lines as members of a subclass of ``LogLine``: the core in
-``core_lines.py``, the others in a ``log_lines.py`` of their own.  ``docs/generate.py`` writes the
-tables of docs/operations.md from them.
-"""
+"""One line of the log: its level, its text, and what the operator does about it."""
 
 from __future__ import annotations
 
@@ -12,9 +7,8 @@ from typing import NamedTuple
 
 
 class LogLine(Enum):
-    """The base of every component's list of log lines.  A member is ``(level, text, remedy)``:
-    a level of ``logging``, a text with ``%``-placeholders, and the remedy in the words of
-    docs/operations.md ("none" where the line only informs)."""
+    """The base of every component's list of log lines.  A member is ``(level, text, remedy)``, the
+    remedy in the words of docs/operations.md ("none" where the line only informs)."""
 
     def __init__(self, level: int, text: str, remedy: str) -> None:
         self.level = level

@@ -1,8 +1,7 @@
 """Where an engine's lines go: to vLLM's log, as text or JSON, or to a file (KVSHM_LOG_...).
 
-Only lines of kvshm are touched; vLLM's loggers and handlers stay as they are.  vLLM removes the
-handlers of the loggers below its own whenever it configures its log, so ``start_log`` is called
-more than once: after the settings are read and when a connector is made.
+Only lines of kvshm are touched.  vLLM removes handlers below its own when it configures its log, so
+``start_log`` is called again when a connector is made.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from .log_format import PREFIX, LineFormatter
 
 
 def start_log(level: str, log_format: str = "text", log_file: str = "") -> None:
-    """Log lines of this severity and above, in this format, to this file if one is given (the
-    settings KVSHM_LOG_LEVEL, KVSHM_LOG_FORMAT and KVSHM_LOG_FILE).  Any number of times.  Raises
-    ConfigError if there is no such folder, or no permission."""
+    """Log lines of this severity and above, in this format, to this file if one is given.  Any
+    number of times.  Raises ConfigError if the file cannot be there."""
     ours, as_json = logging.getLogger(OURS), log_format == "json"
     for old in [h for h in ours.handlers if isinstance(h, _LowerLevel)]:
         ours.removeHandler(old)
@@ -42,7 +40,6 @@ def start_log(level: str, log_format: str = "text", log_file: str = "") -> None:
 
 
 def _what(handler: logging.Handler) -> tuple[bool, str]:
-    """The format and the file of one of these handlers."""
     return (handler.as_json, handler.baseFilename) if isinstance(handler, LogFile) else (True, "")
 
 
@@ -69,8 +66,7 @@ def _handler(ours: logging.Logger, as_json: bool, log_file: str) -> logging.Hand
 
 @contextmanager
 def shown_on_stderr(level: str) -> Iterator[None]:
-    """A context in which kvshm's lines are shown on stderr, as vLLM would show them: for a program
-    without vLLM."""
+    """A context in which kvshm's lines are shown on stderr, for a program without vLLM."""
     handler, vllm = logging.StreamHandler(), logging.getLogger("vllm")
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
     ours = logging.getLogger(OURS)
@@ -87,8 +83,7 @@ def shown_on_stderr(level: str) -> Iterator[None]:
 
 
 class _AsJson(logging.Handler):
-    """Writes lines as JSON where vLLM's handlers write theirs.  Handlers that write to no stream
-    (a queue, syslog) get the record as it is."""
+    """Writes lines as JSON where vLLM's handlers write theirs; others get the record as it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +111,6 @@ def _write(handler: logging.StreamHandler[Any], line: str) -> None:
 
 
 def _handlers_of_vllm(level: int) -> list[logging.Handler]:
-    """The handlers that get what is logged as ``vllm``."""
     found: list[logging.Handler] = []
     logger: logging.Logger | None = logging.getLogger("vllm")
     while logger is not None:

@@ -17,13 +17,11 @@ _FOR_ANY_THREAD = signal.valid_signals() - {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals of a process, which the kernel gives to any thread that does not block them; the others
-are of the thread that caused them."""
+"""Signals of a process, not of the thread that caused them."""
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start ``thread``, which gets none of the process's signals.  Raises TransportError if no
-    thread can be started."""
+    """Start ``thread``, which gets none of the process's signals.  Raises TransportError."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_ANY_THREAD)  # threads inherit it
     try:
         thread.start()
@@ -36,8 +34,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def require_descriptors(count: int) -> None:
-    """Raise KvshmError unless this process may open ``count`` more descriptors: libzmq aborts a
-    process that has none left."""
+    """Raise KvshmError unless ``count`` more descriptors may be opened: libzmq would abort."""
     opened: list[int] = []
     try:
         for _ in range(count):

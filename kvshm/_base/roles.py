@@ -1,8 +1,5 @@
-"""Whether an engine exports and imports: one rule for everything that limits it.
-
-A source (a setting, vLLM's configuration, a change found in vLLM) may rule out exporting or
-importing.  No source can undo the limit of another one.  docs/configuration.md lists all sources.
-"""
+"""Whether an engine exports and imports: any source (a setting, vLLM's configuration) may rule it
+out, and no source can undo that.  docs/configuration.md lists all sources."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class Limit(NamedTuple):
     """What one source rules out; usually nothing."""
 
     source: str
-    """Name of the source in the log: ``KVSHM_ROLE=consumer``."""
     no_exports: bool
     no_imports: bool
 
@@ -38,7 +34,6 @@ class Decision(NamedTuple):
 
     @property
     def refusal(self) -> str | None:
-        """Why the engine shares nothing at all, or None."""
         if not (self.no_exports and self.no_imports):
             return None
         if self.no_exports == self.no_imports:

@@ -1,8 +1,5 @@
-"""The run directory: where a user's sockets and lock files lie, and their names.
-
-Its mode keeps other users out, so it is used only if it is a real directory of mode 0700 that
-belongs to this user.
-"""
+"""The run directory: where a user's sockets and lock files lie, and their names.  It must be a real
+directory of mode 0700 that belongs to this user."""
 
 from __future__ import annotations
 
@@ -33,12 +30,9 @@ _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(
 
 
 def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
-    """Return where the run directory is.  Creates nothing.
-
-    ``given`` is KVSHM_RUN_DIR.  If empty, the directory is $XDG_RUNTIME_DIR/kvshm; if that variable
-    is unset (or relative, which its specification calls invalid), /tmp/kvshm-<uid>, or a directory
-    in $HOME if that name belongs to another user.
-    """
+    """Return where the run directory is, creating nothing: ``given`` (KVSHM_RUN_DIR), else
+    $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, or one in $HOME if that name is another
+    user's."""
     if given:
         return Path(given)
     runtime = environ.get("XDG_RUNTIME_DIR", "")
@@ -46,10 +40,7 @@ def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
 
 
 def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
-    """Return the run directory, created with mode 0700 if it is missing.
-
-    Raises RunDirectoryError, naming path and remedy, if it cannot be trusted or created.
-    """
+    """Return the run directory, created with mode 0700 if missing.  Raises RunDirectoryError."""
     directory = choose_run_directory(given, environ)
     if not directory.is_absolute():
         raise RunDirectoryError(
@@ -68,8 +59,7 @@ def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
 
 
 def _per_user(environ: Mapping[str, str]) -> Path:
-    """Return a name that is the same for all processes of this user.  One in $HOME comes first:
-    another user may take the one in /tmp, or give it up."""
+    """Return a name that is the same for all of this user's processes, one in $HOME first."""
     in_tmp, home = Path(f"/tmp/kvshm-{os.geteuid()}"), environ.get("HOME", "")
     if not home.startswith("/"):
         return in_tmp
@@ -105,17 +95,14 @@ def _check(directory: Path, found: os.stat_result) -> None:
 
 
 def command_endpoint(run_dir: Path, namespace: str) -> str:
-    """Address of the coordinator's ROUTER: receives joins, leaves, events and heartbeats."""
     return f"ipc://{_socket(run_dir, f'{namespace}.commands')}"
 
 
 def event_endpoint(run_dir: Path, namespace: str) -> str:
-    """Address of the coordinator's PUB: sends broadcasts."""
     return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
 
 
 def lock_path(run_dir: Path, namespace: str) -> Path:
-    """File whose flock makes a coordinator the only one of its namespace."""
     return run_dir / f"{namespace}.lock"
 
 
@@ -130,8 +117,7 @@ def engine_socket(run_dir: Path, namespace: str, epoch: int) -> Path:
 
 
 def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:
-    """Return the socket at which a worker process hands out descriptors of its KV memory.
-    ``process``: unique letters and digits; a pid is not unique among containers."""
+    """Where a worker process hands out its KV memory.  ``process``: unique, as a pid is not."""
     return _socket(run_dir, f"{namespace}.rank.{process}.{rank}.sock")
 
 
@@ -146,7 +132,6 @@ def require_room(run_dir: Path, namespace: str) -> None:
 
 
 def start_command(run_dir: Path, namespace: str) -> str:
-    """The shell command that starts the coordinator of this run directory and namespace."""
     return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
 
 
@@ -165,7 +150,6 @@ class FoundFile(NamedTuple):
 
 
 def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundFile]:
-    """Return the sockets of engines and ranks, of one namespace (None: of all)."""
     return _find(run_dir, _SOCKET, namespace)
 
 

@@ -1,26 +1,25 @@
-"""Where the values of settings come from, and which of several counts.
-
-A source says for some settings what they are.  Of sources that say something of the same setting
-the one that ``ORDER`` names first counts.
-"""
+"""Where the values of settings come from: of several sources the one that ``ORDER`` names first
+counts."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvshm.errors import ConfigError
 
+from .core_lines import CoreLine
 from .log_lines import FilledLine
 from .roles import Limit
 from .setting_values import absolute_path
 
 PREFIX = "KVSHM_"
 FILE_VARIABLE = "KVSHM_CONFIG"
-"""Names the file.  There is no file in a default place: nothing applies that nobody has named."""
+"""Names the file; without it no file is read."""
 
 ORDER = (
     "an option of the command that is started, as --run-dir of kvshm-coordinator",
@@ -34,6 +33,9 @@ ORDER = (
 _TOO_LATE = {"enable", "untested"}
 """Read before there is a configuration of an engine: they decide whether kvshm looks at one."""
 
+# Variables that Kubernetes sets in every pod if there is a Service named "kvshm" or "kvshm-...".
+_KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
+
 
 class Given(NamedTuple):
     """What a source says of one setting."""
@@ -43,16 +45,13 @@ class Given(NamedTuple):
     called: str
     """What a message about the value calls the setting, so that its reader finds it."""
     origin: str
-    """The source, for ``kvshm config``."""
 
 
 class Loaded(NamedTuple):
     """What a loader knows of settings beside their values."""
 
-    sources: Mapping[str, Given] = {}  # nobody changes it
-    """Where those that are given come from, by field."""
+    sources: Mapping[str, Given] = {}  # never changed
     limits: tuple[Limit, ...] = ()
-    """What limits the role in addition to the settings: vLLM's configuration."""
     mistakes: tuple[FilledLine, ...] = ()
 
 
@@ -64,7 +63,6 @@ class SettingsFile(NamedTuple):
     """A TOML file that was read."""
 
     path: str
-    """Empty if the environment names no file."""
     keys: Mapping[str, object]
 
 
@@ -75,13 +73,11 @@ def merged(*sources: Source) -> Source:
 
 
 def only(fields: Collection[str], source: Source) -> Source:
-    """Return what a source says of ``fields``."""
     return {field: source[field] for field in fields if field in source}
 
 
 def of_options(options: Mapping[str, str | None]) -> Source:
-    """Return what the options of a command say (``--run-dir``), unless they are None.  An empty
-    option asks for the default."""
+    """Return what a command's options say, unless they are None."""
     return {
         option.removeprefix("--").replace("-", "_"): Given(text, option, "option")
         for option, text in options.items()
@@ -113,7 +109,6 @@ def of_extra_config(extra: Mapping[str, object], fields: Collection[str]) -> Sou
 
 
 def of_file(file: SettingsFile) -> Source:
-    """Return what a file says."""
     return _of_table(file.keys, file.path, f"file {file.path}")
 
 
@@ -126,8 +121,7 @@ def _of_table(table: Mapping[str, object], where: str, origin: str) -> Source:
 
 
 def file_of(environ: Mapping[str, str]) -> str:
-    """Return the path of the file that the environment names, empty if none.  Raises
-    ConfigError."""
+    """Return the path of the file that the environment names, or "".  Raises ConfigError."""
     if not (path := environ.get(FILE_VARIABLE, "")):
         return ""
     try:
@@ -140,8 +134,7 @@ def file_of(environ: Mapping[str, str]) -> str:
 
 
 def read_file(environ: Mapping[str, str]) -> SettingsFile:
-    """Return the file that the environment names.  Blocks for as long as the file system does.
-    Raises ConfigError, naming the file and the remedy."""
+    """Return the file that the environment names.  Blocks.  Raises ConfigError."""
     if not (path := file_of(environ)):
         return SettingsFile("", {})
     called = f"{FILE_VARIABLE}={path!r}"
@@ -180,3 +173,25 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # only needed for a mistake
 
     return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+
+
+# -- variables that are probably not as their user meant them, which stop no start
+
+
+def unknown_names(environ: Mapping[str, str], known: Collection[str]) -> Iterator[FilledLine]:
+    """Yield a line for each variable whose name looks like a setting's but is none of ``known``."""
+    tails = {name.removeprefix(PREFIX) for name in known}
+    for name in sorted(environ):
+        tail = name.removeprefix(PREFIX)
+        if tail == name or tail in tails or _KUBERNETES.fullmatch(name):
+            continue
+        near = nearest(tail, tails)
+        remedy = f"did you mean {PREFIX}{near}?" if near else "`kvshm config` lists them all"
+        yield CoreLine.UNKNOWN_SETTING.fill(name, remedy)
+
+
+def plugin_left_out(environ: Mapping[str, str]) -> Iterator[FilledLine]:
+    """Yield a line if VLLM_PLUGINS does not name kvshm, so that no process of vLLM can warn."""
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "kvshm" not in plugins.split(","):
+        yield CoreLine.PLUGIN_LEFT_OUT.fill(plugins)

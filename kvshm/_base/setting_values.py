@@ -18,7 +18,6 @@ def boolean(text: str) -> bool:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Return the parser of whole numbers from ``least`` on."""
 
     def parse(text: str) -> int:
         # int() also accepts blanks, signs, underscores and digits of other scripts.
@@ -29,23 +28,16 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def milliseconds(most: float) -> Callable[[str], float]:
-    """Return what reads a number from 0 to ``most``."""
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return the parser of numbers from ``least`` to ``most``."""
 
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
-        if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= most:
+        if not re.fullmatch("[0-9.eE+-]+", text) or not least <= (number := float(text)) <= most:
             raise ValueError
         return number
 
-    return read
-
-
-def seconds(text: str) -> float:
-    """A number from 0.1 to 3600."""
-    if not re.fullmatch("[0-9.eE+-]+", text) or not 0.1 <= (number := float(text)) <= 3600:
-        raise ValueError
-    return number
+    return parse
 
 
 def method_names(text: str) -> str:
@@ -71,21 +63,17 @@ def absolute_path(text: str) -> str:
 
 
 def transport(text: str) -> str:
-    """The name of a transport.  Whether it is installed is looked up by the engine that is to use
-    it."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
         raise ValueError
     return text
 
 
 def log_level(text: str) -> str:
-    """A level of Python's logging."""
     return _LEVELS[_LEVELS.index(text.upper())]
 
 
 def spelled(value: object) -> str:
-    """Return a program's value as a variable of the environment would have it.  Raises ValueError
-    for a number with more digits than Python writes."""
+    """Return a value as a variable would have it.  ValueError: more digits than Python writes."""
     if isinstance(value, bool):
         return str(int(value))
     return str.__str__(value) if isinstance(value, str) else str(value)

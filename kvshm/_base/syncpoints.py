@@ -1,9 +1,8 @@
 """The places where tests stop or kill a real process: one list for C and Python.
 
-``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill|hang>[:<nth>]"`` in the environment, read once when
-this module is imported, makes the process stop (SIGSTOP) or die (SIGKILL) when it reaches
-the named point for the nth time (default: first), or the thread that reaches it hang for ever
-(points of the Python code only).
+``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill|hang>[:<nth>]"``, read when this module is imported,
+makes the process stop (SIGSTOP) or die (SIGKILL), or in Python the thread hang, when it reaches the
+named point for the nth time (default: first).
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ VARIABLE = "KVSHM_TEST_SYNC_POINT"
 
 
 class SyncPoint(IntEnum):
-    """A moment between two changes that other processes can see; the first six are numbered in
-    core.h."""
+    """A moment between two changes that other processes can see; the first six are core.h's."""
 
     PUBLISH_FILLED = 0
     """Slot filled, word not yet READY."""
@@ -60,7 +58,6 @@ class SyncPointTrigger(NamedTuple):
 
     point: SyncPoint
     action: signal.Signals | None
-    """The signal that the process gets; None: the thread hangs."""
     nth: int = 1
 
 
@@ -81,13 +78,11 @@ def parse_trigger(text: str) -> SyncPointTrigger:
 
 
 def trigger_in(environ: Mapping[str, str]) -> SyncPointTrigger | None:
-    """Return what these environment variables ask for, or None.  Raises ConfigError."""
     text = environ.get(VARIABLE)
     return parse_trigger(text) if text else None
 
 
 _armed: SyncPointTrigger | None = None
-"""The trigger of this process, if its point is in Python."""
 _visits = itertools.count(1)
 
 

@@ -1,7 +1,6 @@
 """The clock of this process's time namespace, and how times of another one are converted.
 
-CLOCK_MONOTONIC differs between time namespaces, for example in a container restored from a
-checkpoint.  A time that other processes compare with their clock has its offset beside it.
+CLOCK_MONOTONIC differs between them, so a time for other processes has its offset beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ _MONOTONIC = ("monotonic", "1")
 
 
 def clock_offset_ns(proc: Path = PROC) -> int | None:
-    """Return by how many nanoseconds CLOCK_MONOTONIC of this process is ahead of the machine's,
-    None if that cannot be found out.  A restored process may get another answer."""
+    """Return by how many nanoseconds CLOCK_MONOTONIC is ahead of the machine's; None: not known."""
     try:
         offsets = (proc / "timens_offsets").read_text("ascii")
         # The file tells that of children.  It differs only after unshare(2), until an exec.

@@ -1,9 +1,7 @@
 """How long the coordinator and the scheduler's halves of engines wait for each other.
 
-Code that waits for another of these processes takes a ``Timing``, by default with the product's
-values.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the environment, read at the import of this module,
-multiplies all of them (tests only): all processes of a namespace need the same factor.  Times that
-depend on the machine stand in the modules that wait, and have no factor.
+``KVSHM_TEST_TIME_SCALE=<factor>``, read at the import of this module, multiplies all these times in
+tests, in all processes of a namespace.  Times that depend on the machine stand elsewhere.
 """
 
 from __future__ import annotations
@@ -62,9 +60,8 @@ class Timing:
     # -- events
 
     send_delay_seconds: float = 0.025
-    """How long events wait in the engine: sent at once they would compete with the delivery of the
-    tokens.  Longer than ``relay_delay_seconds``, so that events of others wake the client's thread
-    first, and the own ones leave with that wake-up."""
+    """How long events wait in the engine: longer than ``relay_delay_seconds``, so that others'
+    events wake the client's thread first, and the own ones leave with that wake-up."""
     relay_delay_seconds: float = 0.02
     """How long events wait in the coordinator after the last broadcast of their topic."""
     rescan_pause_seconds: float = 0.5
@@ -77,8 +74,7 @@ class Timing:
     handout_pause_seconds: float = 1.0
     """How long no peer is attached after the coordinator failed to hand out a table."""
     attach_pause_seconds: float = 5.0
-    """How long no load is planned from a peer that could not be attached in time: as long as the
-    peer's socket may take to answer (``MEMORY_SECONDS`` of kvshm/_shm/descriptors.py)."""
+    """How long no load is planned from a peer that could not be attached in time."""
     retry_seconds: tuple[float, float] = (1.0, 30.0)
     """First and longest pause before a retry when memory or descriptors ran out."""
 
@@ -94,8 +90,7 @@ class Timing:
     """How often the bounds on connections and memory are checked."""
 
     def scaled(self, factor: float) -> Timing:
-        """Return all times multiplied by ``factor``.  Raises ConfigError unless the factor is a
-        positive finite number."""
+        """Return all times multiplied by ``factor``.  Raises ConfigError."""
         if not 0 < factor < math.inf:
             raise ConfigError(f"times cannot be multiplied by {factor}: wanted a number above 0")
         times: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -106,7 +101,6 @@ class Timing:
 
 
 def timing_in(environ: Mapping[str, str]) -> Timing:
-    """Return the timing of a process with these environment variables.  Raises ConfigError."""
     if not (text := environ.get(VARIABLE)):
         return Timing()
     try:
@@ -118,7 +112,6 @@ def timing_in(environ: Mapping[str, str]) -> Timing:
 
 
 TIMING = Timing()
-"""The timing of this process."""
 with suppress(ConfigError):  # Config.from_env raises it, where callers expect that
     TIMING = timing_in(os.environ)
 
@@ -133,7 +126,6 @@ class RetryPause:
         self._until: float | None = None
 
     def tried(self) -> None:
-        """Begin the next pause; call it with each try."""
         self._seconds = min(self._longest, 2 * self._seconds or self._first)
         self._until = self._clock() + self._seconds
 

@@ -29,13 +29,11 @@ REFUSALS_PER_TRIAL = 64
 _MIN_SPREAD = 4.0
 """Smallest ratio of two counts from which a slope can be computed."""
 _EMPTY = (0.0, 0.0, 0.0)
-"""Weight, count and seconds before anything was seen."""
 
 
 class LinearFit:
-    """``seconds = fixed + each * count``, fitted to the means of the observations.  There is one
-    mean for each power of two, in which the latest observation weighs most: then observations of
-    one size do not displace those of another."""
+    """``seconds = fixed + each * count``, fitted to one mean for each power of two of ``count``, in
+    which the latest observation weighs most."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
@@ -66,7 +64,6 @@ class LinearFit:
         return self._fit
 
     def means(self) -> list[tuple[float, float]]:
-        """Mean count and mean seconds of each size, in no order."""
         return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
 
     def _compute_fit(self) -> tuple[float, float] | None:
@@ -82,7 +79,6 @@ class LinearFit:
 
     @property
     def mean(self) -> tuple[float, float] | None:
-        """Mean count and mean seconds; None without observations."""
         weight, count, seconds = self._all
         return (count / weight, seconds / weight) if weight else None
 
@@ -97,7 +93,6 @@ class Costs:
         self._loaded = 0
         self._refused = 0
         self._in_a_row = 0
-        """Imports since the last prefill."""
         self.prefill_tokens = UNMEASURED_TOKENS
         """The fewest tokens of a step that counts as a prefill.  The caller lowers it if the
         engine's limit of tokens per step is lower."""
@@ -118,8 +113,7 @@ class Costs:
                 self.known = self._prefills > 1
 
     def add_load(self, nbytes: int, seconds: float) -> None:
-        """A load of ``nbytes`` per rank took ``seconds``, from its begin to its re-check, without
-        waiting for copies of another load."""
+        """A load of ``nbytes`` per rank took ``seconds``, from its start to its re-check, alone."""
         if nbytes <= 0 or seconds <= 0:
             return
         self._loaded += 1
@@ -127,8 +121,7 @@ class Costs:
             self._loads.add(nbytes, min(seconds, OUTLIER_FACTOR * self.load_seconds(nbytes)))
 
     def compute_seconds(self, tokens: int) -> float | None:
-        """Seconds by which ``tokens`` more make a prefill longer; None before the first prefill.
-        While all steps had about one size, a step's fixed part is taken as 0."""
+        """Seconds by which ``tokens`` more make a prefill longer; None before the first one."""
         if self._prefills == 0:
             return None
         if (line := self._steps.fit()) is not None:
@@ -151,9 +144,8 @@ class Costs:
         return UNMEASURED_LATENCY + nbytes / UNMEASURED_BYTES_PER_SECOND
 
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
-        """Whether to import these tokens rather than compute them.  ``waiting``: seconds the
-        request loses in addition to the copy.  Before the first prefill: whether they are at least
-        UNMEASURED_TOKENS.  Sometimes False as a trial (IMPORTS_PER_TRIAL)."""
+        """Whether to import rather than compute these tokens, at times False as a trial.
+        ``waiting``: seconds that the request loses besides the copy."""
         computing = self.compute_seconds(tokens)
         if computing is None:
             worth = tokens >= UNMEASURED_TOKENS

@@ -1,11 +1,9 @@
 """KV cache groups: what each needs of a prefix, and the longest prefix that all can restore.
 
-Pure.  A group is a set of layers with one block table (docs/kv-cache-groups.md).  The length of a
-prefix is counted in hashes, one for every ``hash_block_size`` tokens; a block covers one hash, or
-``scale`` of them.  A group needs its blocks from the first needed one to the end of the prefix, and
-the first needed one never moves back when the prefix grows.  So no prefix that contains a needed
-block which nobody holds can be restored, nor any longer one: the search lowers the length to the
-first such block until there is none.
+Pure.  A group is a set of layers with one block table (docs/kv-cache-groups.md).  A prefix is
+counted in hashes, one for every ``hash_block_size`` tokens; a block covers one, or ``scale`` of
+them.  The first block that a group needs never moves back when the prefix grows, so the search
+lowers the length to the first needed block that no engine holds until there is none.
 """
 
 from __future__ import annotations
@@ -85,12 +83,11 @@ class Groups:
         self.step = math.lcm(*(group.scale for group in groups))
         """Hashes between two lengths at which a prefix can end."""
         self.is_single_full_attention = len(groups) == 1 and groups[0].is_full
-        """Whether a prefix is one chain of blocks, of which every begin is of use too."""
+        """Whether a prefix is one chain of blocks, of which every shorter one is of use too."""
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
         self._num_full = sum(group.is_full for group in groups)
         self.leading = groups[self._in_turn[0]]
-        """The group that is looked up first."""
 
     def reach(self, start: int, hashes: int) -> int:
         """Return the length, in hashes, of the longest prefix that ``hashes`` hashes can cover
@@ -113,9 +110,8 @@ class Groups:
         return [Part(group, first, end - first) for group, first, end in needed if first < end]
 
     def longest(self, start: int, stop: int, hashes: int, find: Find) -> Restorable:
-        """Find the longest prefix, of at most ``stop`` hashes, that every group can restore behind
-        a local hit of ``start`` hashes.  ``hashes``: how many hashes there are.  Without ``runs``
-        there is none.  Asks ``find`` for each block at most once."""
+        """Find the longest prefix of at most ``stop`` of ``hashes`` hashes that every group can
+        restore behind a local hit of ``start``; without ``runs`` there is none."""
         if len(self.all) == 1:
             hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
         covers = [_Cover(group) for group in self.all]
@@ -145,10 +141,9 @@ class Restorable(NamedTuple):
     """A prefix that can be restored."""
 
     length: int
-    """In hashes, from the prompt's begin; without ``runs`` it says nothing."""
+    """In hashes, from the start of the prompt; without ``runs`` it says nothing."""
     common: int
-    """Hashes of the longest prefix that the groups of full attention alone can restore, if it is
-    longer, else 0: the other groups keep blocks at some lengths only."""
+    """Hashes of the longer prefix that the groups of full attention alone can restore, else 0."""
     parts: tuple[Part, ...]
     runs: tuple[PlannedRun, ...]
     """Who holds the blocks of the parts, in their order."""
@@ -162,7 +157,7 @@ class _Cover:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.wanted = (0, 0)
-        """The blocks that the length of the last ``limit`` needs, as begin and end."""
+        """The blocks that the length of the last ``limit`` needs, as first and end."""
         self.first = self.end = 0
         self.runs: deque[PlannedRun] = deque()
 
@@ -181,7 +176,7 @@ class _Cover:
 
     def _look(self, first: int, stop: int, find: Find) -> None:
         """Extend the cover to the blocks from ``first`` to ``stop``, or to the first of them that
-        nobody holds.  Earlier calls had no smaller ``stop``."""
+        no engine holds.  Earlier calls had no smaller ``stop``."""
         unknown = min(self.first, stop) if self.runs else stop
         found, reached = find(self.group, first, unknown)
         if self.runs and reached == self.first:
@@ -192,7 +187,6 @@ class _Cover:
         self.first = first
 
     def cut(self, first: int, end: int) -> Iterable[PlannedRun]:
-        """Return the runs of these blocks, all of which are covered."""
         if (first, end) == (self.first, self.end):
             return self.runs
         at, parts = self.first, []

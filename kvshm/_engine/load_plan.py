@@ -1,8 +1,5 @@
-"""What the scheduler's half of a cache sends to its ranks, and what the ranks reply.
-
-All of these travel between processes of one engine (vLLM pickles them into its step
-metadata), never between engines.
-"""
+"""What the scheduler's half of a cache sends to its ranks, and what the ranks reply: pickled
+between processes of one engine, never between engines."""
 
 from __future__ import annotations
 
@@ -33,13 +30,11 @@ class Plan(NamedTuple):
     length: int
     """Hashes by which the prefix becomes longer."""
     parts: tuple[Part, ...]
-    """The blocks to copy, by group."""
     runs: tuple[PlannedRun, ...]
     """Who seems to hold these blocks, in their order."""
     made_at: float
     """Monotonic seconds; a plan older than PLAN_SECONDS leases nothing."""
     nbytes: int = 0
-    """Bytes that each rank has to copy."""
 
     @property
     def own_runs(self) -> list[PlannedRun]:
@@ -67,9 +62,7 @@ class Piece:
     taken: bytes
     """One byte per record: 1 if this load holds the lease and has to release it."""
     targets: tuple[BlockId, ...]
-    """Own blocks that receive the copies."""
     block_bytes: int
-    """Bytes of one block in the memory of one rank."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +119,7 @@ class LoadFailure(StrEnum):
     MISMATCH = "mismatch"
     """KVSHM_VERIFY: the copied bytes are not those that were published."""
     CANCELLED = "cancelled"
-    """The engine wants the blocks no more."""
     OWN_RESET = "own-reset"
-    """The importer's own epoch ended meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +132,11 @@ class PieceFailure:
 
 
 class CopyTimes(NamedTuple):
-    """When a load copied, in seconds of the wall clock: a rank may be in another time namespace
-    than the scheduler."""
+    """When a load copied, in seconds of the wall clock, because time namespaces may differ."""
 
     begun: float
-    """The start of its first copy."""
     copied: float
-    """The end of its last copy, as soon as the rank saw it."""
     checked: float
-    """The end of the checks."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +145,9 @@ class LoadReport:
 
     load_id: LoadId
     bad: tuple[BlockId, ...]
-    """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()
     seconds: float = field(default=0.0, compare=False)
-    """From the start of the first copy to the end of the checks, or until the step could wait no
-    longer; 0 if no copy began."""
+    """From the first copy to the end of the checks, or of the step's patience; 0 without copies."""
     paths: tuple[CopyPath | None, ...] = field(default=(), compare=False)
     """For each piece the way that its bytes took, None if they were not copied."""
     times: CopyTimes | None = field(default=None, compare=False)

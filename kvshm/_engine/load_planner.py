@@ -1,8 +1,5 @@
-"""The importer's side: from a lookup in the replica to the end of a load.
-
-Runs on the scheduler's thread.  A lookup only reads; leases are taken once vLLM has allocated the
-blocks, and released by the ranks (kvshm/_rank/rank_load.py).
-"""
+"""The importer's side: from a lookup, which only reads, to the end of a load.  Leases are taken
+once vLLM has allocated the blocks, and released by the ranks (kvshm/_rank/rank_load.py)."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvshm._base.copy_path import CopyPath
+from kvshm._base.copy_path import CopyPath, slowest
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
-from kvshm._shm.statistics import MATCH_LENGTH, Counter
+from kvshm._shm.statistics import IMPORT_TIMES, MATCH_LENGTH, Counter
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
 
@@ -27,7 +24,6 @@ from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
-from .load_traffic import record_traffic, time_taken
 from .prefix_search import PrefixSearch
 
 log = logger(__name__)
@@ -41,8 +37,7 @@ _PEERS_FAULT = {
     LoadFailure.MISMATCH,
 }
 _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
-"""All bytes were copied, but the block is not what the replica says: the replica's entry goes.
-After any other failure bytes may be missing, and the entry stays for another try."""
+"""All bytes were copied, but are not what the replica's entry says: it goes."""
 
 
 class LoadResult(NamedTuple):
@@ -53,12 +48,10 @@ class LoadResult(NamedTuple):
     length: int
     """Hashes by which they make the prefix longer."""
     failed: bool
-    """Whether some block has to be computed."""
     nbytes: int = 0
     """Bytes of these blocks, summed over ranks."""
     taken: tuple[CopyPath, float] | None = None
-    """The slowest path of its copies, and the seconds of its slowest rank; None if there were no
-    copies."""
+    """The slowest path of its copies and its slowest rank's seconds; None without copies."""
 
 
 class LoadPlanner:
@@ -75,20 +68,17 @@ class LoadPlanner:
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.common_prefix = 0
-        """``Restorable.common`` of the last ``lookup``, or the length of what a setting refused; 0
-        if it did not search."""
+        """``Restorable.common`` of the last ``lookup``, or the length that a setting refused."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
-        """Results of the loads that have ended since the last ``take_results``."""
         self.leaving = False
         """Set when the engine ends: no load can succeed any more.  Any thread may set it."""
 
     # -- lookups
 
     def has_peers(self) -> bool:
-        """Whether ``lookup`` could find another engine.  If not, the counters record a lookup
-        without a result, and the reason; without an epoch nothing is counted."""
+        """Whether ``lookup`` could find another engine; if not, the reason is counted."""
         epoch = self._cache.epoch_state
         if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
             return epoch is not None
@@ -96,18 +86,14 @@ class LoadPlanner:
         return False
 
     def attached(self, epochs: Collection[int]) -> None:
-        """All ranks have attached these peers.  If a peer was avoided because a rank had not
-        attached it, it may be used again."""
+        """All ranks have attached these peers, which may be used again."""
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
-        hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
-        Sets ``common_prefix``.  None if there is none, if it is shorter than
-        ``min_prefix_tokens`` or, with several groups, longer than ``max_import_blocks``, if this
-        engine does not import, or if no load can succeed: this engine leaves, or some of its ranks
-        are no longer alive in its epoch."""
+        hit of ``start`` hashes.  Sets ``common_prefix``.  None if there is none, a setting refuses
+        it, or no load can succeed: this engine does not import, leaves, or has lost a rank."""
         self.common_prefix = 0
         epoch = self._cache.epoch_state
         if epoch is None:
@@ -145,34 +131,29 @@ class LoadPlanner:
         return plan
 
     def _why_refused(self, found: Restorable, tokens: int) -> Counter | None:
-        """Return the counter of the setting that forbids to import this prefix, if one does."""
         least, most = self._config.min_prefix_tokens, self._config.max_import_blocks
         if least is not Auto.AUTO and tokens < least:
             return c.MISS_TOO_SHORT
         return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
 
     def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
-        """Ask the engines that have these blocks of a KV cache group to hand them out last for
-        ``seconds``, an hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns
-        how many blocks were found; a hint, which ends by itself.  IndexError if there is no such
-        group."""
+        """Ask the engines that have these blocks of a group to hand them out last for ``seconds``,
+        an hour at most.  Returns how many were found.  IndexError if there is no such group."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving:
             return 0
         return self.search.hold(epoch, hashes, seconds, group)
 
     def is_current(self, plan: Plan) -> bool:
-        """Whether a load could still succeed, as far as the peers that the plan names tell: their
-        blocks may be gone."""
+        """Whether a load could still succeed, as far as the plan's peers go."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or epoch.has_ended():
             return False
         return all(run.peer is epoch.own_peer or epoch.peers.may_use(run.peer) for run in plan.runs)
 
     def worth(self, plan: Plan, waiting: float) -> bool:
-        """Whether to import the plan's blocks rather than compute them: because
-        ``min_prefix_tokens`` is set, because it is estimated to be faster, or as a trial.
-        ``waiting``: seconds by which an import delays the request in addition to the copy."""
+        """Whether to import the plan's blocks rather than compute them: by ``min_prefix_tokens``,
+        by estimate, or as a trial.  ``waiting``: seconds of delay besides the copy."""
         epoch = self._cache.epoch_state
         if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
             return True
@@ -192,14 +173,11 @@ class LoadPlanner:
     def load(
         self, plan: Plan, load_id: LoadId, targets: Sequence[BlockId], *, attached: bool = False
     ) -> LoadOrder:
-        """Lease the plan's blocks up to the first that cannot be leased, and return the load that
-        every rank has to carry out.  ``attached``: all ranks have reported that they have attached
-        the plan's peers, so the load need not describe the peers' memory.
+        """Lease the plan's blocks, and return the load that every rank has to carry out, even if
+        all are lost.  ``attached``: all ranks have attached the plan's peers.
 
-        ``targets`` are the own blocks to fill, one per block of the plan.  From the first on whose
-        source cannot be leased any more, all are listed as lost; the others too, unless the engine
-        has one group of full attention.  Hand the ranks the load even if all are lost: the request
-        waits for their reports.
+        ``targets``: the own blocks to fill, one per block of the plan; lost from the first on whose
+        source cannot be leased, or all unless the engine has one group of full attention.
         """
         epoch = self._cache.epoch_state
         all_lost = LoadOrder.of_nothing(load_id, targets)
@@ -266,13 +244,9 @@ class LoadPlanner:
                 return
 
     def end_load(self, load: LoadOrder, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Account for a load that all ranks have reported.  Returns the targets that any rank
-        reports as bad, or all of them if a part of the load is of no use: they must not be used.
-        Peers that failed are avoided from now on.
-
-        If the load's epoch has ended since the ranks' re-checks, all its targets are bad: blocks
-        of the old weights must not be published in the next epoch.
-        """
+        """Account for a load that all ranks have reported.  Returns the targets that must not be
+        used: those that any rank reports as bad, or all if a part is of no use, or if the load's
+        epoch has ended, because blocks of old weights must not be published in the next one."""
         epoch, reports, targets = self._cache.epoch_state, list(reports), load.targets
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
         if epoch is None or epoch.table.epoch != load.epoch:
@@ -287,13 +261,13 @@ class LoadPlanner:
             usable if self.search.groups.is_single_full_attention else load.length * (not failed)
         )
         nbytes = load.bytes_of(usable) * epoch.table.num_ranks if epoch is not None else 0
-        self.results.append(LoadResult(usable, length, failed, nbytes, time_taken(reports)))
+        self.results.append(LoadResult(usable, length, failed, nbytes, _time_taken(reports)))
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
             epoch.table.counters.add(c.IMPORTED_TOKENS, length * epoch.table.block_size)
             self._learn(epoch, load, reports)
-            record_traffic(epoch, load, reports, bad)
+            _record_traffic(epoch, load, reports, bad)
             self._update_peers(epoch, load, reports)
         return bad
 
@@ -303,8 +277,7 @@ class LoadPlanner:
         return results
 
     def _learn(self, epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport]) -> None:
-        """Add the load's time on its slowest rank to the estimates.  A load of which some bytes
-        may not have been copied is added only if it took longer than expected."""
+        """Add the load's time on its slowest rank, or if cut short only if it was long."""
         seconds = max((report.seconds for report in reports), default=0.0)
         reasons = {failure.reason for report in reports for failure in report.failures}
         if not load.nbytes or not seconds:
@@ -338,8 +311,39 @@ class LoadPlanner:
 
 
 def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:
-    """Release the leases of a load that is of no use."""
     for run, piece in zip(plan.runs, pieces, strict=False):
         if bit >= 0 and any(piece.taken):
             with suppress(KvshmError):  # the exporter takes them back after one drain budget
                 run.peer.table.release(bit, piece.records, piece.taken)
+
+
+def _time_taken(reports: Sequence[LoadReport]) -> tuple[CopyPath, float] | None:
+    """Return the slowest path of a load's copies, and the seconds of its slowest rank.  None if
+    nothing was copied."""
+    took = max((report.seconds for report in reports), default=0.0)
+    used = {path for report in reports for path in report.paths if path is not None}
+    return (slowest(used), took) if used and took else None
+
+
+def _record_traffic(
+    epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport], bad: Collection[BlockId]
+) -> None:
+    """Add a load that all ranks have reported.  Its peers share a rank's time by bytes."""
+    took = max((report.seconds for report in reports), default=0.0)
+    if (taken := _time_taken(reports)) is not None:
+        epoch.table.histograms.observe(IMPORT_TIMES[taken[0]], round(taken[1] * 1e9))
+    for place, piece in enumerate(load.pieces):
+        own = piece.peer_epoch == epoch.table.epoch
+        paths = [report.paths[place] for report in reports if len(report.paths) > place]
+        copied = [path for path in paths if path is not None]
+        nbytes = piece.block_bytes * len(piece.targets)
+        epoch.table.traffic.add(
+            epoch.peers.name_of(piece.peer_epoch),
+            piece.peer_epoch,
+            CopyPath.OWN if own else slowest(copied) if copied else None,
+            loads=1,
+            failed=any(target in bad for target in piece.targets),
+            blocks=len(piece.targets) * len(copied),
+            nbytes=nbytes * len(copied),
+            seconds=took * nbytes / load.nbytes if copied else 0.0,
+        )

@@ -1,9 +1,7 @@
 """Marks: what an exporting engine knows about the contents of each of its own blocks.
 
 A block's version counts its changes.  A run names blocks with the versions they had, so that a
-block that has changed since drops out of the run by itself.  Marks lie in private memory, 8 bytes
-a block: version u32, flags u32 (kvshm/native/py_marks.c walks them, one call per request and
-step).
+block that has changed since drops out of the run by itself (kvshm/native/py_marks.c walks them).
 """
 
 from __future__ import annotations
@@ -21,15 +19,11 @@ class Run(NamedTuple):
     """Consecutive blocks of a chain."""
 
     chain: list[bytes]
-    """The chain's hashes."""
     first: int
-    """Index of the first block."""
     packed: bytes
-    """The blocks with their versions (``Marks.with_versions``)."""
     scale: int = 1
     """Hashes of the chain for each block.  The last of them is the block's own."""
     owner: Any = None
-    """For the caller."""
 
     @property
     def end(self) -> int:
@@ -49,7 +43,7 @@ class Marks:
 
     def __init__(self, num_blocks: int, null_block: BlockId | None = None) -> None:
         """``null_block``: stands in block tables for all blocks that are needed no more.  It is
-        always sound, because nobody reads it."""
+        always sound, because it is never read."""
         self._always_sound = [] if null_block is None else [null_block]
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
@@ -66,8 +60,7 @@ class Marks:
         self.make_sound(self._always_sound)
 
     def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Take the blocks out of all runs, so that they are not published.  Returns those that
-        are published already."""
+        """Take the blocks out of all runs.  Returns those that are published already."""
         return cast(list[BlockId], _native.marks_change(self.packed, blocks, SOUND))
 
     def clear(self, blocks: Sequence[BlockId | Any]) -> list[BlockId]:

@@ -40,8 +40,7 @@ class MinuteReport:
         self._before: dict[c.Counter, int] = {}
 
     def line(self, table: SlotTableView) -> FilledLine | None:
-        """Return the line to log once a period, and None in between or if nothing was counted.  A
-        new epoch's table counts from 0.  Reads shared memory, changes nothing there."""
+        """Return the line to log once a period; None in between or if nothing was counted."""
         now = self._clock()
         if now - self._since < PERIOD_SECONDS:
             return None

@@ -1,8 +1,7 @@
 """The exporter's side: publishes blocks in the own slot table and sends the events about them.
 
-Runs on the scheduler's thread.  The protocol is the order of operations: a slot's word changes
-before its event is sent; every slot whose bytes a step may change has left READY and has no
-leases any more before that step is dispatched.
+The protocol is the order of operations: a slot's word changes before its event is sent; every slot
+whose bytes a step may change has left READY, and its leases, before that step is dispatched.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class SlowImporters:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def mask(self, tables_by_bit: Callable[[], Mapping[int, PeerSlotTable]]) -> int:
-        """Return the lease bits of the importers that are slow now."""
         if self._seen:
             tables = tables_by_bit()
             self._seen = {
@@ -63,7 +61,6 @@ class Publisher:
         budget_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` takes events and does not block."""
         self._cache = cache
         self._send = send
         self._budget = budget_seconds
@@ -71,10 +68,9 @@ class Publisher:
         self._slow = SlowImporters()
 
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
-        """Publish those blocks of the runs that have a hash in ``pool``, and send their events.
-        The caller guarantees that every byte of the blocks is written on every rank.  Returns the
-        runs of which a block is left: it has no hash yet, or its slot is still draining; all runs
-        if this engine does not export."""
+        """Publish those blocks of the runs that have a hash in ``pool``, every byte of which is
+        written on every rank.  Returns the runs of which a block is left: without a hash yet, or
+        still draining; all if this engine does not export."""
         epoch = self._cache.epoch_state
         if epoch is None or self._cache.role.no_exports:
             return runs
@@ -85,9 +81,8 @@ class Publisher:
         return left
 
     def publish(self, records: bytes, parents: bytes) -> int:
-        """Publish blocks (``OwnSlotTable.publish``) and send their events.  The caller guarantees
-        that every byte of the blocks is written on every rank.  Returns how many are readable now:
-        none if this engine does not export."""
+        """Publish blocks, every byte of which is written on every rank (``OwnSlotTable.publish``),
+        and send their events.  Returns how many are readable now."""
         epoch = self._cache.epoch_state
         if epoch is None or self._cache.role.no_exports:
             return 0
@@ -99,8 +94,7 @@ class Publisher:
         return len(published) // RECORD_BYTES
 
     def retract(self, blocks: Sequence[BlockId]) -> None:
-        """Retract published blocks at once: from now on no new lease on them succeeds.
-        ``drain_before_dispatch`` waits for the leases still held."""
+        """Retract published blocks at once; ``drain_before_dispatch`` waits for their leases."""
         if (epoch := self._cache.epoch_state) is not None:
             records, draining = epoch.table.retract(blocks)
             epoch.outbox.append(records)
@@ -108,8 +102,7 @@ class Publisher:
             epoch.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
 
     def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
-        """Clear the marks of pool blocks that get new contents, and retract those that are
-        published.  Returns whether some were."""
+        """Clear the marks of pool blocks that get new contents; whether some were published."""
         if (epoch := self._cache.epoch_state) is None:
             marks.clear(blocks)
             return False
@@ -122,9 +115,8 @@ class Publisher:
 
     def drain_before_dispatch(self) -> None:
         """Wait for the leases on retracted blocks within one budget, then override the rest, and
-        send the step's events.  Call it before every dispatch, after the step's last ``retract``.
-        Afterwards no importer holds a lease on a retracted block, and no copy of one will be
-        accepted."""
+        send the step's events.  Call it before every dispatch, after the step's last ``retract``:
+        no importer's copy of one is accepted afterwards."""
         if (epoch := self._cache.epoch_state) is not None:
             if waiting := epoch.draining:
                 epoch.draining = []

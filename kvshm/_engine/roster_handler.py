@@ -1,7 +1,4 @@
-"""Applies the coordinator's updates to the peers of an engine's present epoch.
-
-All methods run on the client's thread.
-"""
+"""Applies the coordinator's updates to an engine's peers, on the client's thread."""
 
 from __future__ import annotations
 
@@ -38,16 +35,14 @@ from .minute_report import MinuteReport
 log = logger(__name__)
 
 MAX_RECORDED = 8
-"""Incompatible engines, the most similar ones, that a join records in the slot table's error log,
-which holds 16 entries."""
+"""Incompatible engines that a join records in the slot table's error log, of 16 entries."""
 MAX_REMEMBERED = 256
 """Lines remembered as logged; with more of them the oldest may be logged again."""
 
 
 class RosterHandler:
     """Keeps the peers of the present epoch up to date; a ``UpdateHandler``.  ``begin`` returns the
-    present epoch and begins it if it is due; ``present`` only returns it; ``start`` is the command
-    that starts the coordinator this engine looks for."""
+    present epoch and begins it if it is due; ``start``: the coordinator's command, for the log."""
 
     def __init__(
         self,
@@ -60,20 +55,17 @@ class RosterHandler:
         self._start = start
         self._log_limit = LogLimit(math.inf, most=MAX_REMEMBERED)
         self._joined_at: tuple[int, int] = (0, 0)
-        """The own epoch and the coordinator's with which it last joined."""
         self.refusal = ""
         """Why the coordinator refuses the engine, as last heard; empty if it does not."""
         self.refused: Epoch | None = None
         """The epoch that it refuses for a reason that does not pass by itself."""
         self._unknown: set[int] = set()
-        """Engines that the roster named at the first join of this epoch, and that are not known
-        yet."""
+        """Engines of the roster at this epoch's first join that are not known yet."""
         self._minute_report = MinuteReport()
 
     def knows_roster(self, epoch: Epoch) -> bool:
-        """Whether the own ``epoch`` has joined, and of each engine that the roster named then the
-        published blocks are in the replica; or the engine has ended, is silent, or never had any.
-        Any thread."""
+        """Whether the own ``epoch`` has joined, and each engine that the roster named then is in
+        the replica, or silent, or gone.  Any thread."""
         return self._joined_at[0] == epoch and not self._unknown
 
     def describe(self) -> EngineInfo | None:

@@ -28,11 +28,9 @@ class AttachQueue:
         self._waiting[info.epoch] = info, pause
 
     def remove(self, epoch: int) -> None:
-        """Forget an engine that is attached or gone."""
         self._waiting.pop(epoch, None)
 
     def due(self) -> list[EngineInfo]:
-        """Return the engines whose pause is over."""
         return [info for info, pause in self._waiting.values() if pause.over]
 
     def close_for_a_while(self) -> None:
@@ -41,5 +39,4 @@ class AttachQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no engine is to be attached now."""
         return self._clock() < self._closed_until

@@ -31,7 +31,6 @@ class CoordinatorSockets:
         self._reconnect_seconds = reconnect_seconds
         self._readable: Mapping[object, int] = {}
         self.topic = b""
-        """To which it is subscribed."""
 
     def open(self, wake_fds: Collection[int]) -> None:
         """Create and connect the sockets; a readable descriptor of ``wake_fds`` ends a ``wait``.
@@ -71,8 +70,7 @@ class CoordinatorSockets:
         self._context.term()
 
     def send(self, frame: bytes) -> bool:
-        """Send a command.  Returns False if there is no coordinator: the end of the next ``wait``
-        tells when there is one again."""
+        """Send a command.  False without a coordinator: a later ``wait`` notices the next one."""
         try:
             self._commands.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -81,7 +79,6 @@ class CoordinatorSockets:
         return True
 
     def subscribe(self, topic: bytes) -> None:
-        """Receive the broadcasts of ``topic`` instead of those of the topic before."""
         if topic == self.topic:
             return
         self._broadcasts.setsockopt(zmq.SUBSCRIBE, topic)
@@ -104,11 +101,9 @@ class CoordinatorSockets:
         return self._readable
 
     def replies(self) -> Iterator[bytes | ProtocolError]:
-        """Receive what has arrived at the socket for commands; see ``_received``."""
         return _received(self._commands) if self._commands in self._readable else iter(())
 
     def broadcasts(self) -> Iterator[bytes | ProtocolError]:
-        """Receive the broadcasts that have arrived; see ``_received``."""
         return _received(self._broadcasts) if self._broadcasts in self._readable else iter(())
 
 

@@ -1,7 +1,4 @@
-"""Why two engines of one node cannot share, in one line: for the log, and for the slot table.
-
-Both engines log the reason, each with its own value first.  Pure.
-"""
+"""Why two engines of one node cannot share, in one line: both log it, their own value first."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 
 
 def log_line(other: IncompatibleEngine) -> FilledLine:
-    """Return the log line about an incompatible engine: the first differing field with both
-    values, and the names of the other differing fields."""
+    """Return the log line: the first differing field with both values, and the others' names."""
     who = engine_name(name=other.name, pid=other.pid)
     return CoreLine.INCOMPATIBLE.fill(who, reason(other, LINE_CHARACTERS))
 
@@ -50,8 +46,7 @@ def record(other: IncompatibleEngine) -> tuple[str, str, str]:
 
 
 def differing_field(error: LoggedError, other: str) -> str | None:
-    """Return the first differing field of an error that is about an engine with the name
-    ``other``; None of another error."""
+    """Return the first differing field if the error is about an engine with the name ``other``."""
     if error.code is not ErrorCode.CANNOT_SHARE or error.about[:1] != (quote(other),):
         return None
     return error.about[1] if len(error.about) > 1 else ""

@@ -1,9 +1,7 @@
 """Removes the files of dead processes from the run directory.
 
-Memory is freed with the last process that maps it; sockets and lists of peers stay as files.  A
-coordinator removes the files of its engines.  Without a coordinator ``clear`` does so, called by
-the last engine that ends and by ``kvshm clean``.  A process that serves a socket is alive, in
-whichever container it runs.
+A coordinator removes the files of its engines.  Without one ``clear`` does so, called by the last
+engine that ends and by ``kvshm clean``.  A process that serves a socket is alive.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class CleanupResult:
     removed: list[str] = field(default_factory=list)
     """Paths of the removed files; with ``dry_run`` of the files that it would remove."""
     left: list[str] = field(default_factory=list)
-    """Files that it could not remove, with the reason."""
     coordinator: str = ""
     """If not empty: why nothing was done; a coordinator or another process cleans up."""
 

@@ -1,10 +1,8 @@
-"""One coordinator per run directory and namespace.
-
-A second bind on a live ``ipc://`` path succeeds and takes the path over, so the lock is taken
-before any socket is touched.  The kernel releases the lock when its holder ends, in any way.
+"""One coordinator per run directory and namespace: a second bind on a live ``ipc://`` path would
+take the path over, so the lock is taken before any socket is touched.
 
 A process that cleans up without a coordinator (kvshm/_node/leftovers.py) holds this lock meanwhile,
-and a second lock, on the run directory, for which a starting coordinator waits.
+and a second one, on the run directory, for which a starting coordinator waits.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ _HOLDER_BYTES = 32
 
 
 def take_lock(path: Path) -> int:
-    """Take the lock, creating its file; return the descriptor, which holds the lock while open.
-    Raises AlreadyRunning, naming the holder, or RunDirectoryError.  The holder may remove the file:
-    this function never takes the lock of a file that has lost its name."""
+    """Take the lock, creating its file; return the descriptor that holds it.  Raises
+    AlreadyRunning, naming the holder, or RunDirectoryError."""
     while True:
         try:
             fd = os.open(path, _FLAGS, 0o600)
@@ -52,9 +49,8 @@ def take_lock(path: Path) -> int:
 
 @contextmanager
 def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[bool]:
-    """Hold the run directory's lock: only one process at a time cleans up, and none while a
-    coordinator takes its locks.  Yields False if ``patience`` seconds were not enough.  Raises
-    RunDirectoryError if the directory cannot be opened (any more)."""
+    """Hold the run directory's lock, under which one process cleans up, and no coordinator takes
+    its locks.  Yields False after ``patience`` seconds.  Raises RunDirectoryError."""
     try:
         fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
@@ -72,8 +68,6 @@ def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[b
 
 
 def _lock(fd: int, path: Path) -> bool:
-    """Lock the file; return whether it still has its name.  Raises AlreadyRunning or
-    RunDirectoryError."""
     try:
         if not _try_lock(fd):
             holder = os.pread(fd, _HOLDER_BYTES, 0).decode("ascii", "replace").strip()
@@ -84,8 +78,6 @@ def _lock(fd: int, path: Path) -> bool:
 
 
 def has_name(fd: int, path: Path) -> bool:
-    """Whether a held lock still excludes other processes: its file may have been removed, or
-    replaced by another file.  Raises OSError."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

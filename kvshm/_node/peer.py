@@ -15,22 +15,18 @@ from .protocol import EngineInfo
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Another engine in one epoch, attached for as long as this object exists.  Its table stays
-    mapped until the last plan that holds the peer is gone.  The client's thread changes ``dead``,
-    the scheduler's thread the fields after it."""
+    """Another engine in one epoch, its table mapped as long as a plan holds the peer.  The client's
+    thread changes ``dead``, the scheduler's thread the fields after it."""
 
     info: EngineInfo
     table: PeerSlotTable
     row: int
     dead: bool = False
-    """One of its processes has ended; a coordinator reports that, too."""
     failures: int = 0
     paused_until: float = 0.0
     """Reading of the clock until which nothing is planned from the peer."""
     quarantined: bool = False
-    """Whether the pause is due to failed loads."""
     block_bytes: int = field(init=False)
-    """Bytes of a block in the memory of each rank of the peer."""
 
     def __post_init__(self) -> None:
         self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
@@ -42,7 +38,6 @@ class PlannedRun(NamedTuple):
 
     peer: Peer
     records: bytes
-    """Packed block records, in the order of the prefix."""
 
     @property
     def num_blocks(self) -> int:
@@ -50,7 +45,6 @@ class PlannedRun(NamedTuple):
 
 
 def differs(table: SlotTableView, info: EngineInfo) -> str:
-    """Say how a table differs from its engine's description.  Empty if it does not."""
     described = (info.epoch, info.num_blocks, len(info.ranks), info.fingerprint)
     found = (table.epoch, table.num_blocks, table.num_ranks, table.fingerprint)
     if described == found:
@@ -64,7 +58,6 @@ def _in_hex(epoch: int, *others: object) -> str:
 
 
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:
-    """Raise unless the table is as the roster describes it."""
     if difference := differs(table, info):
         stale = table.epoch != info.epoch
         raise (StaleAttachment if stale else CorruptSegment)(difference)

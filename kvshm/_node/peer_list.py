@@ -126,6 +126,5 @@ class PeerListReader:
             os.close(fd)
 
     def _warn_once(self, reason: Exception) -> None:
-        """Log each reason once."""
         if self._log_limit.allows(CoreLine.PEER_LIST_UNREADABLE, text := str(reason)):
             log.line(CoreLine.PEER_LIST_UNREADABLE, self._path, text)

@@ -1,11 +1,8 @@
 """The wire protocol between engines and the coordinator (docs/protocol.md draws the frames).
 
-Commands travel over ROUTER/DEALER, one msgpack message per frame.  Broadcasts travel over PUB/SUB;
-broadcasts that arise together share a frame.  The frame begins with the fingerprint as its topic,
-so that an engine receives only broadcasts about engines it may share with.  Block records travel
-packed (kvshm/_shm/layout.py), one batch per step; batches that wait together are one message.
-
-No message has several frames: if the sender ends between two frames, libzmq can abort the receiver.
+A broadcast's frame begins with the fingerprint as its topic, so that an engine receives only what
+is about engines it may share with.  No message has several frames: if the sender ended between two,
+libzmq could abort the receiver.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ PROTOCOL_VERSION = 3
 FINGERPRINT_BYTES = 32
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_EVENTS_BYTES = 1 << 20
-"""Records in one message of events."""
 MAX_COMMAND_BYTES = 2 * MAX_EVENTS_BYTES
 """The longest message of an engine."""
 MAX_FIELDS_CHARACTERS = 1 << 16
@@ -39,8 +35,7 @@ MAX_FRAME_BYTES = MAX_COMMAND_BYTES + (1 << 16)
 QUEUE_FRAMES = 128
 """Frames that one socket keeps for a receiver that does not read; further frames are lost."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""A message longer than allowed is received, so that it is counted and its sender named.  A
-message longer than this ends the sender's connection before any byte is kept."""
+"""A longer message ends the sender's connection; up to this size it is counted and refused."""
 
 
 def abi() -> str:
@@ -49,8 +44,7 @@ def abi() -> str:
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
-    """Base of all messages; field ``type`` names the class.  Unknown fields are ignored, so a
-    newer minor version may add some."""
+    """Base of all messages; field ``type`` names the class, unknown fields are ignored."""
 
 
 Version = Annotated[str, Meta(max_length=64)]
@@ -61,7 +55,6 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """One worker process of an engine and how to reach its KV memory."""
 
     pid: int
-    """As the engine sees it; for people only."""
     memory: MemoryDescriptor
 
 
@@ -71,10 +64,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     name: str
     pid: int
-    """As the engine sees it; for people only."""
     fingerprint: bytes
     fields: dict[str, str]
-    """The fields of the fingerprint, to name those in which two engines differ."""
     num_blocks: int
     ranks: Annotated[list[RankInfo], Meta(max_length=MAX_RANKS)]
     lease_bit: int = -1
@@ -83,7 +74,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def log_name(self) -> str:
-        """The engine's name in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
 
 
@@ -91,8 +81,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Ask for a place in the roster.  ``engine.lease_bit`` holds the bit of an earlier join
-    (a coordinator restarted) or -1."""
+    """Ask for a place in the roster.  ``engine.lease_bit`` is that of an earlier join, or -1."""
 
     protocol: int
     engine: EngineInfo
@@ -143,19 +132,16 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class IncompatibleEngine(msgspec.Struct, frozen=True, array_like=True):
-    """An engine of the roster that is incompatible with the receiving engine, and why.  Messages
-    call it a stranger, whatever the names here are."""
+    """An engine of the roster that cannot share with the receiver; messages call it a stranger."""
 
     name: str
     pid: int
     differences: dict[str, tuple[str, str]]
-    """Fingerprint field -> (the receiving engine's value, the incompatible engine's value), causes
-    before consequences; never empty."""
+    """Fingerprint field -> (the receiver's value, the other's), causes first; never empty."""
 
 
 class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strangers"}):
-    """The roster of the engine's topic, without the engine itself, as of ``sequence``: the next
-    broadcast has sequence + 1."""
+    """The roster of the engine's topic, without the engine itself, as of ``sequence``."""
 
     protocol: int
     coordinator_epoch: int
@@ -166,9 +152,7 @@ class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strang
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
     suspected: list[int]
-    """Epochs of the roster that are suspected now."""
     incompatible: list[IncompatibleEngine]
-    """The incompatible engines, the most similar first."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -235,8 +219,7 @@ class EngineEvents(Broadcast, frozen=True, tag="engine-events"):
 class IncompatibleJoined(
     Broadcast, frozen=True, tag="stranger-joined", rename={"engine": "stranger"}
 ):
-    """An incompatible engine is new: the engines of this topic cannot share with it, and may log
-    that."""
+    """An incompatible engine is new."""
 
     engine: IncompatibleEngine
 
@@ -246,9 +229,7 @@ class Tick(Broadcast, frozen=True, tag="tick", rename={"num_incompatible": "stra
     were lost."""
 
     sequences: dict[int, int]
-    """Engine epoch -> sequence of its last relayed Events."""
     num_incompatible: int = 0
-    """How many incompatible engines are in the roster."""
 
 
 Command = Join | Leave | Events | Heartbeat
@@ -276,7 +257,6 @@ T = TypeVar("T")
 
 
 def encode(message: Message) -> bytes:
-    """Return the msgpack frame of a message."""
     return _encoder.encode(message)
 
 
@@ -293,7 +273,6 @@ def _decode(
 
 
 def decode_command(frame: bytes) -> Command:
-    """Decode a message of an engine.  Raises ProtocolError."""
     if len(frame) <= MAX_JOIN_BYTES:
         return _decode(_command_decoder, frame)
     try:
@@ -304,20 +283,17 @@ def decode_command(frame: bytes) -> Command:
 
 
 def foreign_join(frame: bytes) -> ForeignJoin | None:
-    """Return the readable part of a frame that ``decode_command`` refused, if the frame is a Join:
-    of another version of the protocol, or malformed.  Else None."""
+    """Return the readable part of a frame that ``decode_command`` refused, if it is a Join."""
     with suppress(ProtocolError):
         return _decode(_foreign_decoder, frame, MAX_COMMAND_BYTES)
     return None
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """Decode a reply of the coordinator.  Raises ProtocolError."""
     return _decode(_reply_decoder, frame)
 
 
 def broadcast_frame(topic: bytes, messages: Iterable[bytes]) -> bytes:
-    """Return the frame of encoded messages for the engines of a topic."""
     return topic + _encoder.encode([Raw(message) for message in messages])
 
 
@@ -331,7 +307,6 @@ def open_broadcast(frame: bytes) -> tuple[bytes, Sequence[AnyBroadcast | Raw]]:
 
 
 def decode_broadcast(message: bytes | Raw) -> AnyBroadcast:
-    """Decode one broadcast.  Raises ProtocolError."""
     return _decode(_broadcast_decoder, message)
 
 

@@ -1,8 +1,7 @@
 """The engines whose events were lost, and when their slot tables are scanned again.
 
-A scan takes milliseconds for each million blocks, and a faulty engine may lose events with each
-message.  Therefore one scan serves for all events lost so far, and scans of one table have pauses.
-Until the scan the replica may be stale for that engine, which costs misses: a lease decides.
+A scan takes milliseconds for each million blocks, so one serves for all events lost so far, and
+scans of one table have pauses.  Until then misses are possible.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ class ScanQueue:
         """When the next scan would be due if each scan so far had waited for its pause."""
 
     def add(self, epoch: Epoch) -> None:
-        """Have an engine's table scanned when a scan is due."""
         self._wanted[epoch] = None
 
     def remove(self, epoch: Epoch) -> None:
-        """Forget an engine that is not attached any more."""
         self._wanted.pop(epoch, None)
         self._next_free.pop(epoch, None)
 
     def scan_due(self, scan: Callable[[Epoch], None], should_stop: Callable[[], bool]) -> int:
-        """Scan the tables that are due, at least one, until ``should_stop``; return how many were
-        scanned.  The next call begins with the others."""
+        """Scan the tables that are due, at least one, until ``should_stop``; return how many."""
         now, scans = self._clock(), 0
         for epoch in list(self._wanted):
             next_free = max(now, self._next_free.get(epoch, now))

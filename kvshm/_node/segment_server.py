@@ -43,14 +43,13 @@ ROSTER_TABLE_SECONDS = 0.5
 
 TableType = TypeVar("TableType", bound=SlotTableView)
 
-FindSegment = Callable[[Request], int]
-"""Returns one descriptor, and raises as ``descriptors.Find`` does."""
-
 
 class SegmentServer(DescriptorServer):
-    """Hands out one segment for each request."""
+    """Hands out one segment for each request; ``find`` raises as ``descriptors.Find`` does."""
 
-    def __init__(self, path: Path, find: FindSegment, max_kept: int | None = None) -> None:
+    def __init__(
+        self, path: Path, find: Callable[[Request], int], max_kept: int | None = None
+    ) -> None:
         super().__init__(path, lambda wanted: (find(wanted),), max_kept)
 
 
@@ -95,8 +94,7 @@ def segment_of_reply(packed: bytes, fds: list[int], what: str) -> int:
 
 def fetch_segment(path: Path, wanted: Request, timeout: float) -> int:
     """Ask the server at ``path`` for a segment; return a descriptor, which the caller closes.
-    Blocks for ``timeout`` seconds at most.  Raises SegmentNotFound, SegmentNotReady if there is no
-    reply in time, or SegmentError."""
+    Blocks for ``timeout`` seconds at most.  Raises SegmentError."""
     with _as_segment_errors():
         fds, connection = ask(path, wanted, timeout)
         connection.close()
@@ -104,8 +102,9 @@ def fetch_segment(path: Path, wanted: Request, timeout: float) -> int:
 
 
 class SegmentClient:
-    """Fetches the segments of one run directory and namespace.  Any thread; each method blocks for
-    ``timeout`` seconds at most, and raises SegmentError."""
+    """Fetches the segments of one run directory and namespace.  Any thread; each method blocks
+    for ``timeout`` seconds at most, and raises SegmentError; SegmentNotFound if the engine has
+    ended."""
 
     def __init__(self, run_dir: Path, namespace: str, timeout: float = FETCH_SECONDS) -> None:
         self._run_dir = run_dir
@@ -113,16 +112,12 @@ class SegmentClient:
         self._timeout = timeout
 
     def view(self, epoch: Epoch | int) -> SlotTableView:
-        """Fetch an engine's table from the engine, to read.  Raises SegmentNotFound if the engine
-        has ended, as do ``peer_table`` and ``rank_table``."""
         return self._table(SlotTableView, self._engine_socket(epoch), epoch)
 
     def peer_table(self, epoch: Epoch | int) -> PeerSlotTable:
-        """Fetch another engine's table from that engine, as an importer."""
         return self._table(PeerSlotTable, self._engine_socket(epoch), epoch)
 
     def rank_table(self, epoch: Epoch | int) -> RankSlotTable:
-        """Fetch the own engine's table from its scheduler, as a worker rank."""
         return self._table(RankSlotTable, self._engine_socket(epoch), epoch)
 
     def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
@@ -139,8 +134,7 @@ class SegmentClient:
             raise SegmentError(str(exc)) from exc  # no coordinator: the engine may still exist
 
     def table_from_coordinator(self, epoch: Epoch | int) -> SlotTableView:
-        """Fetch a table of the roster from the coordinator, to read: for an engine that is
-        silent."""
+        """Fetch a table of the roster, to read: for an engine that is silent."""
         path = tables_socket(self._run_dir, self._namespace)
         return self._table(SlotTableView, path, epoch)
 
@@ -149,7 +143,6 @@ class SegmentClient:
         return peers_file(self._run_dir, self._namespace, epoch)
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
-        """Fetch an engine's present replica from the engine, to read."""
         wanted = Request(INDEX_KIND, epoch)
         fd = fetch_segment(self._engine_socket(epoch), wanted, self._timeout)
         return ReplicaReader.from_fd(self._segment_name(INDEX_KIND, epoch), fd)

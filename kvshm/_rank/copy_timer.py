@@ -23,17 +23,14 @@ class CopyTimer:
         self._queued = False
 
     def begin(self, queued: bool) -> None:
-        """The first copy begins.  ``queued``: another load is copying, so that it cannot be
-        timed."""
+        """The first copy begins.  ``queued``: behind another load's, so that it cannot be timed."""
         self._queued = queued
         self.begun_at = self._clock()
 
     def copied(self) -> None:
-        """The last copy has ended."""
         self._copied_at = self._clock()
 
     def in_time(self) -> bool:
-        """Whether the step still waits, if one does."""
         return self.until is None or self._clock() < self.until
 
     @property

@@ -28,9 +28,8 @@ def open_rank(
     memory: Any,
     regions: Sequence[Region],
 ) -> RankHalf:
-    """Return the half of rank ``rank``, whose KV blocks lie in ``regions`` of ``memory``.
-    ``transport``: its class; ``memory``: what that class takes.  Raises TransportError, leaving
-    nothing open, if the memory cannot be shared, or if no thread or descriptor is left."""
+    """Return the half of rank ``rank``, whose KV blocks lie in ``regions`` of ``memory``, as the
+    class ``transport`` takes it.  Raises TransportError, leaving nothing open."""
     if config.fault is not None:
         log.line(CoreLine.FAULT_SET, config.fault)
     socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)

@@ -27,8 +27,7 @@ def call_optional(
     *arguments: _Arguments.args,
     **named: _Arguments.kwargs,
 ) -> Called[_Result]:
-    """Call ``method``, a method of a protocol, by its name on ``owner``, which need not have it.
-    Never raises: no load depends on such a method."""
+    """Call ``method`` by its name on ``owner``, which need not have it.  Never raises."""
     name = method.__name__
     try:
         if (own := getattr(owner, name, None)) is None:

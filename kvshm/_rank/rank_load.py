@@ -1,8 +1,7 @@
 """One load on one rank, from attaching the peers to the report.
 
-Runs on the rank's load thread or, for a load at once (one that a step waits for), on its main
-thread.  Every failure ends in a report with bad targets, which the engine recomputes.  A load never
-ends without a report, and reports only after the last of its copies has ended.
+Every failure ends in a report with bad targets, which the engine recomputes.  A load never ends
+without a report, and reports only after the last of its copies has ended.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class _Part:
     copy: Copy | None = None
     failure: LoadFailure | None = None
     tells: bool = False
-    """Whether the copy tells of its end."""
 
 
 @dataclass
@@ -84,10 +82,9 @@ class RankLoad:
         launched: object = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """``table``: the engine's own; None outside an epoch.  ``until``: when, by ``clock``, the
-        step stops waiting for this load at once; None if no step waits.  A load at once waits for
-        no attach.  ``launched``: what the transport's ``note_launched`` returned.  ``wake``: called
-        by any thread when a copy has ended, if the transport can tell."""
+        """``table``: None outside an epoch.  ``until``: when the step stops waiting for this load
+        at once, None if no step waits.  ``launched``: what ``note_launched`` returned.  ``wake``:
+        called by any thread when a copy has ended, if the transport can tell."""
         self._load = load
         self._attachments = attachments
         self._table = table
@@ -111,8 +108,7 @@ class RankLoad:
         return frozenset(piece.peer_epoch for piece in self._load.pieces)
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting.  Returns whether the load has ended;
-        ``report`` is complete then.  Never raises."""
+        """Go on as far as possible without waiting.  Whether the load has ended.  Never raises."""
         try:
             if self._pending():
                 return False
@@ -143,24 +139,22 @@ class RankLoad:
 
     @property
     def polled(self) -> bool:
-        """Whether nobody tells when the load can go on: a peer is being attached, or a copy is
-        under way whose transport tells of no end."""
+        """Whether no call announces when the load can go on: while a peer is being attached, or
+        by a copy whose transport announces no end."""
         untold = [part for part in self._parts if not part.tells]
         return self._discarded or any(p.copy is not None or p.failure is None for p in untold)
 
     def take(self) -> bool:
-        """Whether the caller is to call ``advance``: nobody has asked before.  Any thread."""
+        """Whether the caller is the first that is to call ``advance``.  Any thread."""
         return self._taken.acquire(blocking=False)
 
     def cancel(self) -> None:
-        """Have the load end early and deliver nothing.  Any thread; its end is reported as that of
-        every load."""
+        """Have the load end early and deliver nothing.  Any thread."""
         self._cancelled = True
 
     def abandon(self) -> bool:
-        """Deliver nothing, because the step can wait no longer.  Returns whether no copy of this
-        load can still overwrite what the model computes from now on; if not, call it again.
-        ``advance`` releases the leases once the copies have ended.  Never raises."""
+        """Deliver nothing, because the step can wait no longer.  Whether no copy of this load can
+        still overwrite what the model computes; if not, call it again.  Never raises."""
         if not self.abandoned:
             self.abandoned = True
             for part in self._parts:
@@ -174,8 +168,7 @@ class RankLoad:
 
     @staticmethod
     def _stop_copy(part: _Part) -> bool:
-        """Cancel the copy.  Returns whether all that the model computes from now on comes after the
-        copy's last write."""
+        """Cancel the copy.  Whether the model's next work comes after its last write."""
         if part.copy is None or part.copy.poll() is not CopyState.PENDING:
             return True
         part.copy.cancel()
@@ -190,7 +183,6 @@ class RankLoad:
         return LoadReport(self._load.load_id, bad, failures, elapsed, times=times)
 
     def _pending(self) -> bool:
-        """Whether a peer is being attached or a copy may still write."""
         if self._cancelled:
             self._cancel_copies()
         begun = [self._begin(part) for part in self._parts] if not self._discarded else []
@@ -204,8 +196,7 @@ class RankLoad:
                 part.copy.cancel()
 
     def _begin(self, part: _Part) -> bool:
-        """Begin a piece's copy once its peer is attached.  Returns whether it has begun or never
-        will."""
+        """Begin a piece's copy once its peer is attached.  Whether it has begun or never will."""
         if part.copy is not None or part.failure is not None:
             return True
         if self._own_epoch_ended():
@@ -256,7 +247,6 @@ class RankLoad:
             part.tells = False
 
     def _discard_all(self, exc: Exception) -> None:
-        """Deliver nothing of this load.  The problem is logged once per load."""
         if not self._discarded:
             self._discarded = True
             self._log_problem(CoreLine.LOAD_DISCARDED, exc)
@@ -291,8 +281,7 @@ class RankLoad:
             self._compare(piece, good, wanted)
 
     def _compare(self, piece: Piece, good: list[bool], wanted: list[int]) -> None:
-        """KVSHM_VERIFY: compare the copied bytes with the exporter's checksums.  Blocks without a
-        checksum are not compared.  Stores the checksums for importers that copy these blocks."""
+        """KVSHM_VERIFY: compare with the exporter's checksums, if any, and store them."""
         found = self._attachments.transport.checksum(piece.targets)
         compared = [place for place, want in enumerate(wanted) if want and good[place]]
         differ = [place for place in compared if found[place] != wanted[place]]
@@ -338,10 +327,8 @@ class RankLoad:
         sync_point(SyncPoint.RELEASED)
 
     def _is_last(self) -> bool:
-        """Whether no other rank needs the leases.  True also for a rank without a table of the
-        load's epoch: that rank cannot count itself in the ticket, so no rank would ever be last.
-        To release the leases early is safe: a lease only makes it likely that a copy passes its
-        re-check.  The ticket stays in use until its table ends."""
+        """Whether no other rank needs the leases.  True without a table of the load's epoch, since
+        that rank cannot count itself, so none would ever be last; early release is safe."""
         if self._table is None or self._table.epoch != self._load.epoch:
             return True
         try:
@@ -374,7 +361,6 @@ def _unforeseen(about: Iterable[object]) -> Exception | None:
 
 
 def _path(part: _Part) -> CopyPath | None:
-    """The way that the bytes of a part took; None if they were not copied."""
     if part.copy is None or part.peer is None or part.copy.poll() is not CopyState.DONE:
         return None
     path = getattr(part.peer.memory, "path", None)  # SupportsPath

@@ -27,10 +27,9 @@ _WORD = (1 << 64) - 1
 
 
 def violations(buffer: memoryview) -> list[str]:
-    """Return the violations, as ``place: violation`` each.  The invariants:  Each used entry is
-    counted once in the header and once in its row.  It names a block that its row has, and no other
-    entry of the row names that block.  A search from the home of its tag meets no free entry before
-    it.  Rows have different epochs.  The sequence is even."""
+    """Return, as ``place: violation`` each, where the index contradicts itself: counts in the
+    header and rows, blocks named twice or not there, entries that a search cannot reach, rows of
+    one epoch, an odd sequence."""
     used = dict(used_entries(buffer))
     taken = {row.row: row for row in rows(buffer)}
     wrong = _miscounted(buffer, used.values(), taken)
@@ -88,8 +87,7 @@ def _hidden(used: Mapping[int, Entry], capacity: int) -> Iterator[int]:
 
 
 def _home(tag: int, capacity: int) -> int:
-    """Where the search for a tag begins.  Repeats home_of of core_index.h: a check that called the
-    core would repeat the core's mistakes."""
+    """Where the search for a tag begins: home_of of core_index.h, which this checks."""
     tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
     tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
     return (tag ^ tag >> 33) % capacity

@@ -58,7 +58,6 @@ def tag_in_group(block_hash: bytes, group: int) -> int:
 
 
 def rows(buffer: memoryview) -> Iterator[Row]:
-    """Yield the rows in use.  Rows in an unknown state are left out."""
     for row in range(NUM_ROWS):
         epoch, state, num_blocks, count, bit, name = ROW_STRUCT.unpack_from(
             buffer, ROWS_OFFSET + row * ROW_BYTES
@@ -69,7 +68,6 @@ def rows(buffer: memoryview) -> Iterator[Row]:
 
 
 def used_entries(buffer: memoryview) -> Iterator[tuple[int, Entry]]:
-    """Yield the entries in use, each with its place, in order of their places."""
     chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
     for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
         first = (offset - INDEX_HEADER_BYTES) // ENTRY_BYTES

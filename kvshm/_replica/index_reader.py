@@ -1,8 +1,7 @@
 """Reading a replica index: look up prefixes, list rows and entries.
 
-Any process of the same user that has a descriptor may map an engine's replica read-only and read
-it while its owner writes, as the tools do.  The result of a lookup is a hint: the lease in the
-slot table of the block's owner decides.
+Any process of the same user that has a descriptor may read while the owner writes.  The result of a
+lookup is a hint: the lease in the slot table of the block's owner decides.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ class ReplicaReader:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self.name = segment.name
-        """The name of the segment, for people."""
 
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
-        """Map a replica from a descriptor, which is closed.  An owner that needs a larger replica
-        creates another segment.  ``name``: for messages.  Raises SegmentNotReady, VersionMismatch,
-        CorruptSegment or SegmentError."""
+        """Map a replica from a descriptor, which is closed.  ``name``: for messages.  Raises
+        SegmentError, and what derives from it."""
         segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
         reader = ReplicaReader(segment)
         try:
@@ -59,17 +56,14 @@ class ReplicaReader:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole mapping."""
         return self._segment.buffer
 
     @property
     def capacity(self) -> int:
-        """Number of entries for which the segment has room."""
         return _native.load(self._segment.buffer, CAPACITY_OFFSET)
 
     @property
     def count(self) -> int:
-        """Entries in use."""
         return _native.load(self._segment.buffer, COUNT_OFFSET)
 
     def lookup(
@@ -82,13 +76,9 @@ class ReplicaReader:
         scale: int = 1,
     ) -> list[tuple[int, bytes]]:
         """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
-        that the rows in the mask hold, with as few owners as possible.  Each part has the owner's
-        row and packed block records in the order of the prefix.  An empty list if the first block
-        is missing.
-
-        ``scale``: hashes for each block, the last of which is the block's.
-        ``rows_mask`` None means all live rows.  Any process; does not mutate.
-        """
+        that the rows in the mask (None: all live ones) hold, from as few as possible: each part
+        with the owner's row and packed block records.  ``scale``: hashes for each block.  Any
+        process."""
         buffer = self._segment.buffer
         if rows_mask is None:
             rows_mask = sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
@@ -98,7 +88,6 @@ class ReplicaReader:
         return _native.index_lookup(buffer, hashes, start, stop, rows_mask, group, scale)
 
     def rows(self) -> list[Row]:
-        """Return the engines that the replica knows."""
         return list(rows(self._segment.buffer))
 
     def entries(self) -> Iterator[Entry]:

@@ -1,10 +1,5 @@
-"""How much memory is available, on the machine and in the container.
-
-The kernel does not refuse a request for more memory than there is: it kills processes, in a
-container one of its own, without telling them the reason.  So kvshm checks before it takes much
-memory: at the start, when it learns of an engine, and when a replica grows.  A check reads a
-handful of small files.
-"""
+"""How much memory is available, on the machine and in the container: the kernel does not refuse a
+request for more than there is, it kills processes."""
 
 from __future__ import annotations
 
@@ -38,8 +33,7 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes of memory that this process can take without the kernel killing a process.
-    ``cgroups``: where they are mounted.  A file that cannot be read limits nothing."""
+    """Bytes that this process can take.  ``cgroups``: where they are mounted."""
     groups = (_available_in(group, names) for group, names in _groups(proc, cgroups))
     return min([_available_on_machine(proc), *groups])
 
@@ -47,8 +41,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 def check_available(
     nbytes: int, taken: int = 0, available: Callable[[], int] = available_bytes
 ) -> None:
-    """Raise OSError, whose ``strerror`` says how much is available, unless ``nbytes`` are.
-    ``taken``: the part of them that is allocated already."""
+    """Raise OSError unless ``nbytes``, of which ``taken`` are allocated already, are available."""
     left = available()
     left -= left // 64  # the kernel's page tables for the rest
     if nbytes - taken > left:

@@ -1,5 +1,4 @@
-"""The counters of one engine, which lie in the header of its slot table, so that tools can read a
-running or dead engine's."""
+"""The counters of one engine, in the header of its slot table: tools read a dead engine's, too."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ class CounterValues:
         return _native.load(self._segment.buffer, Counter.REGISTRY[counter].offset)
 
     def snapshot(self) -> dict[str, int]:
-        """All values by label, in the order of their ids; not read at one moment."""
         return {counter.label: self.read(counter) for counter in Counter.REGISTRY.values()}
 
 
@@ -35,7 +33,6 @@ class Counters(CounterValues):
         _native.add(self._segment.buffer, number.offset, amount)
 
     def add_one_to_both(self, counter: Counter, other: Counter) -> None:
-        """Add 1 to each of two counters."""
         buffer = self._segment.buffer
         _native.add(buffer, counter.offset, 1)
         _native.add(buffer, other.offset, 1)

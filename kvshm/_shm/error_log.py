@@ -1,7 +1,6 @@
 """The error log in a slot table's header: distinct errors, how often and when.
 
-It outlives the process, so tools can show why an engine imported nothing.  Several processes may
-write at the same time; two that write to one place then lose at most one of their entries.
+It outlives the process.  Of two processes that write to one place at once, one loses its entry.
 """
 
 from __future__ import annotations
@@ -48,12 +47,10 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def of(cls, number: int) -> ErrorCode:
-        """Return the code with this number."""
         return next((code for code in cls if code.number == number), cls.UNKNOWN)
 
     def text(self, *about: str) -> str:
-        """Return the error as a line.  Parts that are missing are empty, those that are too many
-        stand at its end: a damaged entry may have any number."""
+        """Return the error as a line; a damaged entry may have any number of parts."""
         places = self.template.count("{}")
         parts, more = about[:places], about[places:]
         parts += ("",) * (places - len(parts))
@@ -80,8 +77,7 @@ class ErrorLog:
         self._segment = segment
 
     def add(self, code: ErrorCode, about: tuple[str, ...], now_ns: int) -> None:
-        """Record an error, or count it if it is recorded already.  A full log drops the error whose
-        last occurrence is oldest.  ``about`` is cut to TEXT_BYTES in all."""
+        """Record or count an error, with ``about`` cut.  A full log drops the oldest."""
         parts = (part.replace("\0", " ").encode("utf-8", "replace") for part in about)
         wanted = code.number, b"\0".join(parts)[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         entries = self._entries()
@@ -95,8 +91,6 @@ class ErrorLog:
         _ENTRY.pack_into(self._segment.buffer, offset, times, number, first_ns, now_ns, text)
 
     def read(self) -> list[LoggedError]:
-        """The recorded errors, most recent last.  An entry that is torn or makes no sense is shown
-        as it can be read."""
         used = sorted((entry for entry in self._entries() if entry[0]), key=lambda entry: entry[3])
         return [_logged(*entry) for entry in used]
 

@@ -1,16 +1,12 @@
 """Sends file descriptors to peers of the same user: one request, one reply, over AF_UNIX.
 
-The owner of memory that has no name (a memfd, CUDA VMM memory) runs an ``FdServer``
-(kvshm/_shm/fd_server.py); peers call ``fetch``.  Connections are SOCK_SEQPACKET, so that a message
-is one packet and truncation is noticed::
+The owner of memory that has no name runs an ``FdServer`` (kvshm/_shm/fd_server.py); peers call
+``fetch``.  Connections are SOCK_SEQPACKET, so that truncation is noticed::
 
     peer                                owner
       | -- request, <= 4096 bytes ------> |   uid from SO_PEERCRED, else closed unanswered
       | <- reply, <= 65536 bytes -------- |   with descriptors (SCM_RIGHTS), at most 253
       | <- end of connection ------------ |   when the owner ends, unless the peer closes first
-
-The owner leaves the connection open: when it closes, the peer knows that the export or the owner's
-process has ended.  The transport defines what the bytes mean; usually they are msgpack.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
 """The kernel's SCM_MAX_FD: most descriptors in one message."""
 _UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
-_PEER_CREDENTIALS = struct.Struct("iI4x")  # struct ucred: pid, uid, and gid, which nobody reads
+_PEER_CREDENTIALS = struct.Struct("iI4x")  # struct ucred: pid, uid, and gid, which is not read
 
 
 class Credentials(NamedTuple):
@@ -73,8 +69,7 @@ def remove_own(path: str | Path, own: FileId | None) -> None:
 
 
 def is_served(path: str | Path) -> bool:
-    """Whether a process serves the socket; False for a file that is not a socket.  Never blocks,
-    and makes no connection: connecting with another socket type is enough to find out."""
+    """Whether a process serves the socket.  Never blocks, and makes no connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         return probe.connect_ex(os.fspath(path)) not in _UNSERVED
 
@@ -83,9 +78,8 @@ def is_served(path: str | Path) -> bool:
 
 
 def sibling_socket(own_path: str | Path, name: str) -> str:
-    """Return the path of socket ``name`` of a peer, in the directory of the own socket: other
-    containers may see that directory at another path.  Raises TransportError if ``name`` is not a
-    file name."""
+    """Return the path of a peer's socket ``name``, in the directory of the own one.  Raises
+    TransportError if it is no file name."""
     if not name or os.path.basename(name) != name:
         raise TransportError(f"{name!r} is not the name of a socket in the run directory")
     return os.path.join(os.path.dirname(own_path), name)
@@ -100,8 +94,7 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def new_socket(path: str) -> socket.socket:
-    """Return a socket that can be bound or connected to ``path``.  Raises TransportError: path too
-    long, or no descriptors left."""
+    """Return a socket that can be bound or connected to ``path``.  Raises TransportError."""
     if error := path_too_long(path):
         raise TransportError(error)
     try:
@@ -114,7 +107,6 @@ def new_socket(path: str) -> socket.socket:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close every descriptor of ``fds``."""
     for fd in fds:
         os.close(fd)
 
@@ -137,10 +129,9 @@ def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
 
 
 def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list[int]]:
-    """Send ``request`` to the FdServer at ``path``; return its reply and descriptors.  Blocks, each
-    step for at most ``timeout`` seconds.  The descriptors are close-on-exec; the caller closes
-    them.  Raises TransportError: no such socket, no listener, another user's socket, no reply in
-    time, truncated reply.  No descriptor stays open after an error."""
+    """Send ``request`` to the FdServer at ``path``; return its reply and descriptors, which the
+    caller closes.  Blocks, each step for at most ``timeout`` seconds.  Raises TransportError, with
+    no descriptor open."""
     reply, fds, connection = fetch_keep_open(path, request, timeout)
     connection.close()
     return reply, fds
@@ -159,8 +150,7 @@ def peer_has_closed(connection: socket.socket) -> bool:
 def fetch_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
-    """Do the same as ``fetch``, and also return the connection, which the caller closes; in a
-    forked child it is closed by itself.  ``peer_has_closed`` tells when the owner closes it."""
+    """``fetch``, and return the connection, too, which the caller, or a fork, closes."""
     name = os.fspath(path)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
@@ -186,7 +176,7 @@ def _what_failed(exc: OSError, timeout: float) -> str:
     if isinstance(exc, FileNotFoundError):
         return "there is no such socket: its owner has gone"
     if isinstance(exc, ConnectionRefusedError):
-        return "nobody listens: its owner has died"
+        return "no process listens: its owner has died"
     return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)
 
 

@@ -1,8 +1,5 @@
-"""The histograms of one engine, which lie in the header of its slot table like the counters.
-
-A value falls into the bucket of its number of significant bits, so a bucket is twice as wide as the
-one before, and an observed quantile is known to within a factor of two.
-"""
+"""The histograms of one engine, in the header of its slot table.  A value falls into the bucket of
+its number of significant bits, so a quantile is known to within a factor of two."""
 
 from __future__ import annotations
 
@@ -26,16 +23,13 @@ class Distribution:
     counts: tuple[int, ...]
     """By significant bits; the last also has all larger values."""
     total: int
-    """Sum of the values."""
 
     @property
     def count(self) -> int:
-        """How many values."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> int | None:
-        """Return a bound that ``share`` (0 to 1) of the values do not exceed: less than twice the
-        true quantile, unless it lies in the last bucket.  None if there are no values."""
+        """Return a bound that ``share`` of the values do not exceed; None without values."""
         wanted, seen = max(share * self.count, 1e-9), 0
         for bits, count in enumerate(self.counts):
             seen += count
@@ -44,15 +38,13 @@ class Distribution:
         return None
 
     def since(self, before: Distribution) -> Distribution:
-        """Return the values that have come since ``before``; a smaller count than before, that of
-        another epoch, counts from 0."""
+        """Return the values since ``before``; a smaller count is that of a new epoch."""
         counts = tuple(
             max(new - old, 0) for new, old in zip(self.counts, before.counts, strict=True)
         )
         return Distribution(counts, max(self.total - before.total, 0))
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Return the values of both."""
         counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
         return Distribution(counts, self.total + other.total)
 
@@ -74,7 +66,6 @@ class HistogramValues:
         return Distribution(tuple(counts), total)
 
     def snapshot(self) -> dict[str, Distribution]:
-        """All values by label, in the order of their ids."""
         return {histogram.label: self.read(histogram) for histogram in Histogram.REGISTRY.values()}
 
 

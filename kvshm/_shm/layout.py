@@ -1,121 +1,8 @@
-"""Every byte offset of kvshm's shared memory, in one place.
+"""Every byte offset of kvshm's shared memory, in one place; docs/layout.md draws what lies there.
 
 C has the same numbers in ``layout.h``, and docs/layout.md in its tables: `make docs` writes both.
-``kvshm._native`` refuses to load if it was built with different numbers.
-All integers are little-endian (kvshm runs on x86-64 and aarch64 Linux only).
-
-Slot table: one per exporting engine and epoch
-==============================================
-::
-
-    0     +-----------------------------------------------------------------+
-          | magic "KVSHMSLT"                                     8 bytes    |
-    8     | layout_version u32 (written LAST)  | header_bytes u32           |
-    16    | segment_bytes u64                                               |
-    24    | epoch u64                                                       |
-    32    | pid u64, as its owner sees it: for people                       |
-    40    | reserved                                                        |
-    64    | fingerprint 32 bytes                                            |
-    96    | num_blocks u32 | block_size u32                                 |
-    104   | num_ranks u32  | lease_bit+1 u32 (0: it has none)               |
-    112   | created_ns u64 (CLOCK_REALTIME)                                 |
-    120   | heartbeat u64 (counts up about once a second)                   |
-    128   | leases_taken u64 (counts up with every batch of leases taken)   |
-    136   | retired u64 (1: no lease will ever succeed again)               |
-    144   | kept_until u64: until when leases or holds may be in force      |
-    152   | reserved                                                        |
-    192   | life u64 x 64: epoch while that rank's KV memory is valid       |
-    704   | engine name, 64 bytes of UTF-8, zero padded                     |
-    768   | model name, 256 bytes of UTF-8, zero padded                     |
-    1024  | counters u64 x 128 (ids: kvshm/_shm/statistics.py)              |
-    2048  | error log: 16 x (n u32, code u32, first u64, last u64, 104 text)|
-    4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
-    6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
-    6664  | reserved                                                        |
-    8192  | histograms: 32 x 320 bytes (ids: kvshm/_shm/statistics.py)      |
-    18432 | traffic: 64 x 128 bytes, one per peer and path (below)          |
-    26624 | loops: 67 x 24 bytes (below)                                    |
-    28232 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
-    30280 | reserved                                                        |
-    32768 +-----------------------------------------------------------------+
-          | slot 0: 64 bytes                                                |
-          | slot 1 ...                                  64 x num_blocks     |
-          +-----------------------------------------------------------------+
-          | checksum u64 [num_ranks][num_blocks]  (KVSHM_VERIFY)            |
-          +-----------------------------------------------------------------+
-
-Pulse: 0 until the process has the table, then the id of a thread that ends with the process.  When
-the process ends, in whatever way, the kernel replaces the id by PULSE_DIED (FUTEX_OWNER_DIED)
-before it frees any of the process's memory or descriptors (kvshm/native/py_pulse.c).
-
-Histogram: 39 counts u64, then the sum of all values u64.  Count i is that of the values of i
-significant bits, that is from 2**(i-1) to 2**i - 1; the last also that of all larger values.
-
-Traffic: what the engine has copied from one peer on one path::
-
-    0   | name 32 bytes, zero padded                                          |
-    32  | epoch u64 | path u64 | loads u64 | failed u64 | blocks u64            |
-    72  | bytes u64 | timed_bytes u64 | timed_ns u64 | last_ns u64            |
-    104 | reserved 24 bytes                                                   |
-
-A row belongs to a peer and path from its epoch on (0: the row is free).  last_ns: CLOCK_MONOTONIC,
-for the engine itself.
-
-Loop::
-
-    0   | pending u64 | last_ns u64 | clock_offset i64                          |
-
-Loops: of the scheduler, of the client's thread, of the coordinator that has this table, then of the
-load thread of each rank.  pending: how much work waits for the loop; last_ns: CLOCK_MONOTONIC when
-it last went round (0: never); clock_offset: by how many nanoseconds that clock is ahead of the
-machine's, because the loop's process may be in another time namespace (-2**63: not known).  The
-scheduler's also holds for ticket_times.
-
-Kept and held until: in whole seconds since created_ns, modulo 2**32, so that they go on while the
-machine's clock is set back behind created_ns; a value further ahead than MAX_HOLD_SECONDS counts as
-none, because the clock was set back since.
-
-Slot::
-
-    0   | word u64 = generation:32 | state:4 | leases:28 (bit i: importer i)  |
-    8   | block_hash 32 bytes            frozen while state != EMPTY          |
-    40  | parent_tag u64: first 8 bytes of the hash of the block before       |
-    48  | depth u32: blocks before this one in its chain                      |
-    52  | published_ms u32: since created_ns, saturating                      |
-    56  | group u32                        | held_until u32                   |
-
-Replica index: one per engine, written by that engine's scheduler process only
-===============================================================================
-::
-
-    0     | magic "KVSHMIDX" | layout_version u32 (LAST) | header_bytes u32  |
-    16    | segment_bytes u64 | epoch u64 (of the owning engine)             |
-    32    | pid u64 | reserved                                               |
-    64    | capacity u64 (entries, a power of two)                           |
-    72    | count u64 (entries in use)                                       |
-    80    | sequence u64 (odd while the writer is at work)                   |
-    88    | reserved                                                         |
-    4096  | rows: 64 x 64 bytes, one per known engine                        |
-    8192  | entries: 24 bytes x capacity                                     |
-
-Row::
-
-    0   | epoch u64   | state u32       | num_blocks u32                        |
-    16  | entries u64 | lease_bit+1 u32 | u32 | name 32 bytes, zero padded      |
-
-Entry::  tag u64 | place u64 = generation:32 << 32 | block_id:32
-         | owner u64 = depth:32 << 32 | row + 1 (0: entry free)
-
-Block record: how blocks are named in events, plans and batches (48 bytes)
-===========================================================================
-::
-
-    0   | block_hash 32 bytes                                                 |
-    32  | block_id u32 | generation u32 | depth u32 | kind u16 | group u16    |
-
-Tombstone: private memory of the replica's writer, 16 bytes per block of each engine::
-
-    tag u64 | generation:32 << 32 | state:32  (highest generation heard of, and its state)
+``kvshm._native`` refuses to load if it was built with different numbers.  All integers are
+little-endian (kvshm runs on x86-64 and aarch64 Linux only).
 """
 
 from __future__ import annotations
@@ -276,12 +163,10 @@ def block_ids(packed: bytes) -> list[BlockId]:
 
 
 def table_bytes(num_blocks: int, num_ranks: int) -> int:
-    """Size of a slot table segment."""
     return TABLE_HEADER_BYTES + num_blocks * (SLOT_BYTES + 8 * num_ranks)
 
 
 def index_bytes(capacity: int) -> int:
-    """Size of a replica index segment for ``capacity`` entries."""
     return INDEX_HEADER_BYTES + capacity * ENTRY_BYTES
 
 
@@ -294,7 +179,6 @@ def numbers() -> dict[str, int]:
 
 
 def digest(of: Mapping[str, int]) -> int:
-    """A 32-bit checksum of ``numbers()``."""
     return crc32(repr(sorted(of.items())).encode())
 
 

@@ -1,9 +1,5 @@
-"""The progress of an engine's loops: whether they go round while work waits.
-
-A process that lives and answers may still be stuck.  Each loop therefore writes when it last went
-round, and how much work waits for it, into the engine's slot table; and the offset of its clock,
-because its reader may be in another time namespace.
-"""
+"""The progress of an engine's loops: each writes when it last went round, and how much work waits,
+with the offset of its clock, for a reader in another time namespace."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ SCHEDULER = 0
 CLIENT = 1
 """The client's thread, which must go round once a second, whether work waits or not."""
 COORDINATOR = 2
-"""The coordinator's main loop, as the coordinator writes it into each table of its roster, once a
-second."""
+"""The coordinator's main loop, which it writes into each table of its roster once a second."""
 COORDINATOR_LOOP = "coordinator"
 FIRST_LOAD_THREAD = 3
 """That of rank 0; pending: loads under way.  It too must go round once a second."""
@@ -44,7 +39,6 @@ class LoopProgress(NamedTuple):
     loop: str
     """"scheduler", "client", "coordinator", or "loads of rank 0"."""
     pending: int
-    """How much work waits for it."""
     last_ns: int
     """CLOCK_MONOTONIC of its process when it last went round; 0: never yet."""
     idles: bool
@@ -54,7 +48,6 @@ class LoopProgress(NamedTuple):
 
 
 def read_progress(segment: Segment, num_ranks: int) -> list[LoopProgress]:
-    """The loops of an engine."""
     found = []
     for loop in range(FIRST_LOAD_THREAD + num_ranks):
         at = LOOPS_OFFSET + LOOP_BYTES * loop
@@ -78,10 +71,8 @@ class OwnProgress:
         self._clock = clock
         self._clock_offset = clock_offset
         self._noted: dict[int, int] = {}
-        """By loop: when the offset was last written."""
 
     def went_round(self, loop: int) -> None:
-        """The loop goes round."""
         self.note_clock(loop)
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop + 8, self._clock())
 
@@ -97,13 +88,12 @@ class OwnProgress:
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop + 16, word)
 
     def hook_took(self, hook: Histogram, begun_ns: int, pending: int) -> None:
-        """A hook of the scheduler that began at ``begun_ns`` has ended: count its time, and show
-        that the scheduler's loop goes round.  One call into C, because every step makes several.
-        ``begun_ns``: CLOCK_MONOTONIC."""
+        """Count a scheduler hook's time since ``begun_ns`` (CLOCK_MONOTONIC), and show that its
+        loop goes round.  One call into C, because every step makes several."""
         _native.hook_took(self._segment.buffer, hook.offset, begun_ns, _SCHEDULER_OFFSET, pending)
 
     def set_pending(self, loop: int, pending: int) -> None:
-        """So much work waits for the loop now.  One thread, not necessarily the loop's."""
+        """Work waits for the loop now.  One thread, not necessarily the loop's."""
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop, pending)
 
 

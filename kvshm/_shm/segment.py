@@ -1,8 +1,7 @@
 """Sealed shared memory: creates, hands out, maps and checks segments.
 
-A segment is a memfd.  It has no name that another process could open, take or remove; its pages
-are freed with the last process that has it; its seals keep all processes, the owner included, from
-shrinking it.  Only a process that gets its descriptor (kvshm/_node/segment_server.py) can map it.
+A segment is a memfd, without a name: only a process that gets its descriptor can map it, its pages
+are freed with the last such process, and its seals keep all, the owner included, from shrinking it.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
 
 @contextmanager
 def _closing_on_error(fd: int, failed: str) -> Iterator[None]:
-    """A context: an error within it closes ``fd``; an OSError becomes a SegmentError, which begins
-    with ``failed``."""
+    """A context: an error closes ``fd``; OSError becomes SegmentError."""
     try:
         yield
     except OSError as exc:
@@ -100,9 +98,8 @@ class Segment:
 
     @classmethod
     def from_fd(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
-        """Map a segment from a descriptor.  The object takes the descriptor over; an error closes
-        it.  ``largest``: most bytes that the segment may have.  Raises SegmentNotReady (not filled
-        yet) or SegmentError."""
+        """Map a segment of at most ``largest`` bytes from a descriptor, which the object takes
+        over; an error closes it.  Raises SegmentNotReady (not filled yet) or SegmentError."""
         with _closing_on_error(fd, f"{name} cannot be mapped"):
             nbytes = size_of_sealed(fd, name, largest)
             if nbytes < PREFIX_BYTES:
@@ -131,7 +128,6 @@ class Segment:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole mapping.  Raises SegmentError after ``close``."""
         if self._buffer is None:
             raise SegmentError(f"{self.name} is closed")
         return self._buffer
@@ -141,8 +137,7 @@ class Segment:
         return self._buffer is None
 
     def close(self) -> None:
-        """Unmap; idempotent.  The mapping stays while another thread holds a view (a native call
-        under way)."""
+        """Unmap, once no other thread holds a view.  Idempotent."""
         self.close_descriptor()
         buffer, mapping = self._buffer, self._mapping
         self._buffer = self._mapping = None
@@ -174,8 +169,7 @@ class Header(NamedTuple):
 
 
 def write_header(segment: Segment, header: Header) -> None:
-    """Fill the common prefix and make the segment valid for other processes.  Call it after
-    everything else is written: the layout version is written last, with release order."""
+    """Fill the common prefix and make the segment valid: the last write, with release order."""
     buffer, (magic, header_bytes, epoch, pid) = segment.buffer, header
     _PREFIX.pack_into(buffer, 0, magic, 0, header_bytes, buffer.nbytes, epoch, pid)
     # SYNC POINT: from here on other processes treat the segment as complete
@@ -183,8 +177,7 @@ def write_header(segment: Segment, header: Header) -> None:
 
 
 def check_header(segment: Segment, magic: bytes) -> Header:
-    """Return the header of a mapped segment.  Raises SegmentNotReady, VersionMismatch or
-    CorruptSegment."""
+    """Return a segment's header.  Raises SegmentNotReady, VersionMismatch or CorruptSegment."""
     name, buffer = segment.name, segment.buffer
     # acquire: the rest of the header is read after the version, which was written last
     version = _native.load(buffer, VERSION_OFFSET) & 0xFFFFFFFF

@@ -1,11 +1,8 @@
 """The slot table: one slot per KV block of one engine, in one epoch, in shared memory.
 
-Each role has a type with the operations that the role may use: importers lease, re-check and
-release, the coordinator sweeps, tools only read.  The types of the engine itself are in
-kvshm/_shm/own_slot_table.py.  Methods take and return blocks as packed records: hash, id,
-generation, depth, kind and group of each (kvshm/_shm/layout.py).  docs/protocol.md draws the
-protocol, core.c describes its memory order; this module checks arguments and keeps no state of the
-table.
+Each role has a type: importers lease, re-check and release, the coordinator sweeps, tools only
+read; kvshm/_shm/own_slot_table.py has those of the engine itself.  Methods name blocks by packed
+records (kvshm/_shm/layout.py).  docs/protocol.md draws the protocol, core.c its memory order.
 """
 
 from __future__ import annotations
@@ -61,13 +58,11 @@ class Slot(NamedTuple):
     generation: Generation
     state: SlotState
     leases: int
-    """Bit i: importer i holds a lease."""
     block_hash: BlockHash
     parent_tag: int
     depth: int
     published_ms: int
     group: int = 0
-    """Index of the block's KV cache group."""
     held_until: int = 0
     """When its hold ends, in seconds since the table was created: ``TableHeader.seconds_left``."""
 
@@ -87,9 +82,8 @@ class SlotTableView(TableHeader):
 
     @classmethod
     def from_fd(cls, name: str, fd: int, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
-        """Map the table that ``fd`` describes.  Closes ``fd``, or with ``keep`` keeps it open for
-        ``descriptor``.  ``name``: for messages; ``largest``: most bytes that the table may have.
-        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError."""
+        """Map the table that ``fd`` describes.  Closes ``fd``, unless ``keep``.  ``name``: for
+        messages; ``largest``: most bytes.  Raises SegmentError, and what derives from it."""
         segment = Segment.from_fd(name, fd, cls.WRITABLE, largest)
         if not keep:
             segment.close_descriptor()
@@ -100,8 +94,7 @@ class SlotTableView(TableHeader):
             raise
 
     def scan(self) -> bytes:
-        """Records of all READY slots, each consistent.  Slots that change meanwhile may be missing;
-        their owner sends an event for each change."""
+        """Records of all READY slots; slots that change meanwhile may be missing."""
         parts, block = [], 0
         while block < self.num_blocks:
             begin = block
@@ -131,8 +124,7 @@ class SlotTableView(TableHeader):
         return map(self.slot, range(self.num_blocks))
 
     def recheck(self, rank: Rank, records: bytes) -> list[bool]:
-        """For each record: whether the block's bytes, copied from ``rank`` before this call, may be
-        used: slot, life word and pulse are those of the copied contents."""
+        """For each record: whether the block's bytes, copied from ``rank`` before, may be used."""
         good = _native.recheck(self._segment.buffer, self.epoch, rank, records)
         return [flag == 1 for flag in good]
 
@@ -141,9 +133,8 @@ class SlotTableView(TableHeader):
         return self._load(self._checksum_offset(rank, block_id))
 
     def check_integrity(self) -> list[str]:
-        """Return the violations of the table's invariants, as text.  Invariants: a slot is EMPTY,
-        READY or DRAINING; an EMPTY slot has no leases; life words hold the epoch or 0.  May run
-        while others write: a suspect slot is read again before it is reported."""
+        """Return, as text, where a slot is not EMPTY, READY or DRAINING, an EMPTY one has leases,
+        or a life word is neither the epoch nor 0.  May run while others write."""
         return self._header_violations() + [
             f"slot {block}: {wrong}"
             for block in range(self.num_blocks)
@@ -177,14 +168,13 @@ class SlotTableView(TableHeader):
         return _native.census_add(self._segment.buffer, places, used, number)
 
     def missing_in(self, replica: memoryview, row: int) -> tuple[int, float]:
-        """Return how many READY blocks the row of another engine's replica misses, and for how many
-        seconds the oldest of these has been published (0.0: there is none)."""
-        lacking, since_ms = _native.census_missing(self._segment.buffer, replica, row)
-        return lacking, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if lacking else 0.0
+        """Return how many READY blocks another replica's row misses, and the oldest's age."""
+        missing, since_ms = _native.census_missing(self._segment.buffer, replica, row)
+        return missing, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if missing else 0.0
 
     @staticmethod
     def _after(now: int, seconds: int) -> int:
-        """So many seconds later, as the slot has it: 0 would be no hold."""
+        """That many seconds later, as the slot has it: 0 would be no hold."""
         return (now + seconds) % WRAP_SECONDS or 1
 
     def _keep_until(self, until: int) -> None:
@@ -221,28 +211,21 @@ class PeerSlotTable(SlotTableView):
     WRITABLE = True
 
     def lease(self, bit: LeaseBit, records: bytes) -> tuple[int, bytes]:
-        """Lease the longest prefix of ``records`` whose slots still match the records.  Returns its
-        length, and one byte per record: 1 if this call took the lease, 0 if the bit was set already
-        or the block was not leased.  With NO_LEASE_BIT no lease is taken and the re-check alone
-        protects the copy; the table may then be mapped read-only."""
+        """Lease the longest prefix of ``records`` that still matches.  Returns its length, and one
+        byte per record: 1 if this call took the lease.  NO_LEASE_BIT takes none: the re-check alone
+        protects the copy."""
         if bit >= 0 and records and self.WRITABLE:  # first: no lease is in force while it is 0
             self._keep_until(self._after(self.now, LEASE_SECONDS))
         return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
-        """Give back the leases that ``lease`` reported as taken (None: all of the records).
-        Returns how many were still held: the exporter may have forced some blocks, that is, reused
-        them in spite of the leases."""
+        """Give back the leases that ``lease`` reported as taken (None: of all).  Returns how many
+        were still held: the exporter may have forced some."""
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
     def hold(self, records: bytes, seconds: float) -> int:
-        """Ask the owner to hand these blocks out last for ``seconds``, MAX_HOLD_SECONDS at
-        most; a hold that ends later stays.  Counted in whole seconds, rounded up.
-
-        A hint, which nobody has to take back: it ends by itself, or when the block is published
-        again.  Returns how many of the records' slots still match; 0 if the table's epoch has
-        ended, or if it is mapped read-only.
-        """
+        """Ask the owner to hand these blocks out last for ``seconds``, MAX_HOLD_SECONDS at most.  A
+        hint, which ends by itself.  Returns how many slots still match; 0 after the epoch."""
         return self._hold(records, seconds)
 
 
@@ -257,15 +240,13 @@ class RosterSlotTable(SlotTableView):
         return self._segment.descriptor(writable)
 
     def sweep(self, bits: int) -> int:
-        """Clear the leases of importers that are confirmed dead (``bits``: their lease bits).
-        Counts the changed slots, and returns their number."""
+        """Clear the leases of dead importers (``bits``); return how many slots changed."""
         swept = _native.sweep(self._segment.buffer, bits)
         _native.add(self._segment.buffer, SWEPT.offset, swept)
         return swept
 
     def coordinator_went_round(self, clock_offset_ns: int | None) -> None:
-        """Show tools that the coordinator is not stuck; call it about once a second.
-        ``clock_offset_ns``: of this process."""
+        """Show tools that the coordinator is not stuck, once a second."""
         progress = OwnProgress(self._segment, time.monotonic_ns, lambda: clock_offset_ns)
         progress.went_round(COORDINATOR)
 

@@ -1,8 +1,7 @@
-"""The statistics of an engine: one registry of its counters and histograms, with what each means.
+"""The statistics of an engine: one registry of its counters and histograms.
 
-A statistic's id is its place in the header of the engine's slot table (kvshm/_shm/layout.py), so
-ids are never reused or renumbered.  The texts here are also the help of the metrics.  Pure: nothing
-here reads shared memory, or needs the native module.
+A statistic's id is its place in the slot table's header, so ids are never reused or renumbered.
+The texts are also the help of the metrics.  Pure.
 """
 
 from __future__ import annotations
@@ -37,20 +36,16 @@ class Statistic(int):
     """One counter or histogram; its number is its id."""
 
     REGISTRY: ClassVar[dict[int, Self]]
-    """All of this kind by id."""
     PLACES: ClassVar[int]
     """How many of this kind a slot table has room for."""
     OFFSET: ClassVar[int]
     """Where the first one's words lie in a slot table."""
     SIZE: ClassVar[int]
-    """Bytes of each."""
 
     label: str
     meaning: str
-    """One sentence."""
     unit: Unit
     offset: int
-    """Where its words lie in a slot table."""
 
     def __new__(cls, number: int, label: str, meaning: str, unit: Unit = Unit.TIMES) -> Self:
         """Register statistic ``number``.  ValueError if the id is taken or out of range."""
@@ -153,7 +148,7 @@ MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was th
 MISS_NO_OWNER = Counter(
     20,
     "miss_no_owner",
-    "Lookups whose first block nobody has or, with several groups, what each of them needs.",
+    "Lookups whose first block no engine has or, with several groups, what each of them needs.",
 )
 MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
 MISS_LEASE_LOST = Counter(
@@ -241,7 +236,7 @@ IMPORTED_TOKENS = Counter(
     50, "imported_tokens", "Prompt tokens that imports have brought.", Unit.TOKENS
 )
 LOADS_LOST = Counter(
-    51, "loads_lost", "Imports whose end nobody reported in time; their requests were computed."
+    51, "loads_lost", "Imports whose end was not reported in time; their requests were computed."
 )
 
 # -- replica and coordinator
@@ -261,7 +256,7 @@ SWEPT = Counter(
 WEIGHTS_WRITTEN = Counter(
     62,
     "weights_written",
-    "Times that ranks found weights written which nobody had announced; docs/fingerprint.md.",
+    "Times that ranks found weights written without announcement; docs/fingerprint.md.",
 )
 STILL_MAPPED = Counter(
     63, "still_mapped", "Times that a rank's KV cache slept while other engines still mapped it."

@@ -1,10 +1,8 @@
 """The header of a slot table: its owner, its sizes, and the words that hold for all slots.
 
-A life word holds the epoch while one rank's KV memory matches the table.  Without it no lease
-succeeds and no re-check passes, so zeroing it withdraws all blocks at once.
-
-A pulse shows that a process may still use the table and its engine's leases: the kernel marks the
-pulse when the process dies, before it frees any of the process's memory.
+A life word holds the epoch while one rank's KV memory matches the table: without it no lease
+succeeds and no re-check passes.  A pulse is marked by the kernel when its process dies, before any
+of the process's memory is freed.
 """
 
 from __future__ import annotations
@@ -75,8 +73,7 @@ def seconds_left(until: int, now: int) -> int:
 
 
 class TableHeader:
-    """Reads the header of one mapped table.  Constant fields are read once, all others at each
-    call, since other processes write them."""
+    """Reads the header of one mapped table: constant fields once, all others at each call."""
 
     num_blocks: int
     block_size: int
@@ -138,15 +135,12 @@ class TableHeader:
 
     @property
     def now(self) -> int:
-        """Whole seconds since the table was created, in which holds are counted, by the clock that
-        people set: containers have it, too.  While it is set back behind the table's creation they
-        are close below the wrap, and go on, so that a hold ends."""
+        """Whole seconds since the table was created, in which holds are counted."""
         return (self._clock() - self.created_ns) // 1_000_000_000 % WRAP_SECONDS
 
     @property
     def kept_until(self) -> int:
-        """When the last hold ends, and the leases that were taken lately, at the latest; 0: there
-        is none."""
+        """When the last hold, and the leases that were taken lately, end at the latest; 0: none."""
         return _native.load(self._segment.buffer, KEPT_UNTIL_OFFSET)
 
     def seconds_left(self, until: int) -> int:
@@ -161,7 +155,6 @@ class TableHeader:
         return LIFE_OFFSET + 8 * rank
 
     def life(self, rank: int) -> int:
-        """The rank's life word: the epoch while its KV memory matches the table."""
         return self._load(self._life_offset(rank))
 
     @property
@@ -178,8 +171,7 @@ class TableHeader:
         return _native.load(self._segment.buffer, RETIRED_OFFSET) != 0
 
     def is_alive(self, rank: int) -> bool:
-        """Whether the rank's KV memory matches the table, the table is not retired and no process
-        of its engine has died."""
+        """Whether the rank's KV memory matches the table, and no process of its engine has died."""
         buffer, life = self._segment.buffer, self._life_offset(rank)
         alive = _native.load(buffer, life) == self.epoch
         return alive and not _native.load(buffer, RETIRED_OFFSET) and not self.died
@@ -217,7 +209,6 @@ class TableHeader:
 
     @property
     def heartbeat(self) -> int:
-        """Number of the owner's heartbeats."""
         return self._load(HEARTBEAT_OFFSET)
 
     # -- the owner as an importer
@@ -229,13 +220,11 @@ class TableHeader:
 
     @property
     def lease_bit(self) -> LeaseBit:
-        """The owner's lease bit in other engines' slots; NO_LEASE_BIT if it has none."""
         return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
 
     def loads_since(self) -> list[int]:
-        """When each of the owner's loads under way began, nanoseconds of the scheduler's
-        CLOCK_MONOTONIC, the oldest first.  Until it ends, a load holds leases in other engines'
-        tables."""
+        """When each of the owner's loads under way, which hold leases elsewhere, began, the oldest
+        first: nanoseconds of the scheduler's CLOCK_MONOTONIC."""
         buffer = self._segment.buffer
         left = _TICKETS.unpack_from(buffer, TICKETS_OFFSET)
         begun = _TICKETS.unpack_from(buffer, TICKET_TIMES_OFFSET)
@@ -244,13 +233,11 @@ class TableHeader:
     # -- progress
 
     def progress(self) -> list[LoopProgress]:
-        """How far the loops of the engine's processes are."""
         return read_progress(self._segment, self.num_ranks)
 
     # -- error log
 
     def errors(self) -> list[LoggedError]:
-        """The recorded errors, most recent last."""
         return self._errors.read()
 
     # -- integrity
@@ -268,5 +255,4 @@ class TableHeader:
         return found
 
     def close(self) -> None:
-        """Unmap.  Idempotent."""
         self._segment.close()

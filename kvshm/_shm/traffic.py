@@ -1,8 +1,5 @@
-"""The traffic of one engine: what it has copied from each peer, and on which path.
-
-One row per peer and path in the header of the importer's slot table.  The importer's scheduler
-writes it; tools read it, also after the peer or the importer has ended.
-"""
+"""The traffic of one engine: one row per peer and path in the header of the importer's slot table,
+which its scheduler writes and tools read."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ class Traffic(NamedTuple):
     failed: int
     """Loads of which the peer's part had at least one block to recompute."""
     blocks: int
-    """Blocks copied, summed over ranks."""
     nbytes: int
-    """Bytes copied, summed over ranks."""
     timed_bytes: int
     """Those of ``nbytes`` whose time is known: not of copies that waited for others."""
     timed_ns: int
@@ -64,11 +59,9 @@ class OwnTraffic(TrafficValues):
     """Writes the traffic of the own slot table.  One thread, the scheduler's."""
 
     def __init__(self, segment: Segment, clock: Callable[[], int]) -> None:
-        """``clock``: nanoseconds of CLOCK_MONOTONIC."""
         super().__init__(segment)
         self._clock = clock
         self._rows: dict[tuple[int, CopyPath], list[int]] = {}
-        """Place and counts of each row in use."""
 
     def add(
         self,

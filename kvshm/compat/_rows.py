@@ -29,8 +29,7 @@ class Rows:
     def __init__(
         self, identity: Identity, num_rows: int, row_bytes: int, config: Config | None
     ) -> None:
-        """Rows of equal size, in all engines that are to share: the size is a part of the
-        fingerprint."""
+        """Rows of equal size in all engines that are to share."""
         self._row_bytes = row_bytes
         config = replace(config or Config.from_env(os.environ), min_prefix_tokens=0)
         self._memory = allocate(num_rows * row_bytes, config)
@@ -47,7 +46,7 @@ class Rows:
             raise
 
     def publish(self, row: int, key: bytes, *parts: bytes) -> None:
-        """Write the row and publish it, once nobody reads what it held."""
+        """Write the row and publish it, once its last contents are not read any more."""
         self.node.retract([row])
         begin = row * self._row_bytes
         for part in parts:

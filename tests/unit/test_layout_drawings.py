@@ -1,5 +1,5 @@
-"""What the docstring of layout.py and docs/layout.md draw and say of shared memory is what the
-constants and struct formats say; test_layout_docs.py compares the constants themselves."""
+"""What docs/layout.md draws and says of shared memory is what the constants and struct formats
+say; test_layout_docs.py compares the constants themselves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from kvshm._base.ids import HASH_BYTES
 from kvshm._replica.index_layout import ENTRY_STRUCT, ROW_STRUCT, Row
 from kvshm._shm import error_log, layout, progress, segment, slot_table, table_header, traffic
 from kvshm._shm.layout import BlockRecord
-from kvshm._shm.slot_table import Slot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layout.md").read_text("utf-8")
-DRAWN = layout.__doc__ or ""
-BOXES = re.findall(r"(?:^ {4}.*[|+]\n)+", DRAWN, re.MULTILINE)
-TABLE, TRAFFIC, LOOP, SLOT, INDEX, ROW, RECORD = BOXES
 
 COMMON_BYTES = {
     "MAGIC": len(layout.TABLE_MAGIC),
@@ -68,29 +62,10 @@ INDEX_BYTES = COMMON_BYTES | {
 ROW_BYTES = {"ROW_STATE": 4, "ROW_ENTRIES": 8}
 """Size of each field whose offset is a constant."""
 
-CONSTANTS = {
-    "layout_version": "VERSION",
-    "lease_bit+1": "LEASE_BIT",
-    "created_ns": "CREATED",
-    "error log": "ERRORS",
-    "load tickets": "TICKETS",
-}
-SLOT_CONSTANTS = {
-    "block_hash": "SLOT_HASH",
-    "parent_tag": "SLOT_PARENT",
-    "depth": "SLOT_DEPTH",
-    "published_ms": "SLOT_PUBLISHED",
-    "group": "SLOT_GROUP",
-    "held_until": "SLOT_HELD",
-}
-ROW_CONSTANTS = {"state": "ROW_STATE", "entries": "ROW_ENTRIES"}
-"""Which constant, without ``_OFFSET``, tells where a field begins that is drawn by another name."""
-
 
 class Field(NamedTuple):
     """One field of a drawing; ``name`` is empty where a cell only states a type."""
 
-    offset: int
     nbytes: int
     name: str
     code: str
@@ -98,71 +73,38 @@ class Field(NamedTuple):
 
 
 def size_of(cell: str) -> int:
-    """Bytes of what a cell draws; 0 if the cell states none."""
-    if inner := re.search(r"(\d+) x \((.*)\)", cell):
-        return int(inner[1]) * sum(map(size_of, inner[2].split(", ")))
-    if found := re.search(r"(?:(\d+) x )?(\d+) (?:bytes|text)\b", cell):
-        return int(found[1] or 1) * int(found[2])
-    if found := re.search(r"\b[iu](16|32|64)\b(?: x (\d+))?", cell):
-        return int(found[1]) // 8 * int(found[2] or 1)
-    return 8 if re.search(r'"\w{8}"', cell) else 0
+    """Bytes of what a cell draws."""
+    if found := re.search(r"(\d+) (?:bytes|text)\b", cell):
+        return int(found[1])
+    return int(re.search(r"\b[iu](16|32|64)\b", cell)[1]) // 8
 
 
-def field(offset: int, cell: str) -> Field:
-    found = re.match(r"[a-z_ ]+?(?:\+1)?(?= +[iu]\d| +\d| +\"|[,:]|$)", cell)
+def field(cell: str) -> Field:
+    found = re.match(r"[a-z_ ]+?(?:\+1)?(?= +[iu]\d| +\d| +\(|$)", cell)
     name, nbytes = found[0] if found else "", size_of(cell)
     if name == "reserved" or cell in ("u32", "u64"):
         code = f"{nbytes}x"
     else:
         codes = {" u64": "Q", " i64": "q", " u32": "I", " u16": "H"}
         code = codes.get(cell[len(name) :][:4], f"{nbytes}s")
-    return Field(offset, nbytes, name, code)
-
-
-def fields(box: str) -> list[Field]:
-    """The fields of a box, whose labels say where their lines begin.  Only what is reserved may
-    have any size."""
-    drawn: list[Field] = []
-    at, any_size = 0, False
-    for line in box.splitlines():
-        label, border, content = re.fullmatch(r" {4}(\d*) *([|+])(.*)[|+]", line).groups()
-        if label:
-            assert any_size or at == int(label), line
-            at, any_size = int(label), False
-        for cell in content.split("|") if border == "|" else ():
-            drawn.append(field(at, cell.strip()))
-            at += drawn[-1].nbytes
-            any_size |= drawn[-1][1:3] == (0, "reserved")
-    return drawn
+    return Field(nbytes, name, code)
 
 
 def format_of(drawn: list[Field]) -> str:
     return "<" + "".join(field.code for field in drawn)
 
 
-def cells(line: str) -> list[Field]:
-    return [field(0, cell.strip()) for cell in line.split("|")]
+def drawing(name: str) -> list[Field]:
+    """The fields of the page's drawing with this name, which may go on in further lines."""
+    [drawn] = re.findall(rf"^    {name} +((?:.*\n {{5,}}\|)*.*)$", PAGE, re.MULTILINE)
+    return [field(cell.strip()) for cell in drawn.split("|")]
 
 
-@pytest.mark.parametrize(
-    ("box", "sizes", "constants"),
-    [
-        (TABLE, TABLE_BYTES, CONSTANTS),
-        (SLOT, SLOT_BYTES, SLOT_CONSTANTS),
-        (INDEX, INDEX_BYTES, CONSTANTS),
-        (ROW, ROW_BYTES, ROW_CONSTANTS),
-    ],
-    ids=["table", "slot", "index", "row"],
-)
-def test_a_box_draws_each_field_where_it_is(
-    box: str, sizes: dict[str, int], constants: dict[str, str]
-) -> None:
-    drawn = {
-        constants.get(name, name.upper().replace(" ", "_")): (offset, nbytes)
-        for offset, nbytes, name, _ in fields(box)
-    }
-    wanted = {name: (getattr(layout, f"{name}_OFFSET"), size) for name, size in sizes.items()}
-    assert {name: drawn.get(name) for name in wanted} == wanted
+def format_in(sizes: dict[str, int]) -> str:
+    """The struct format of consecutive fields of these sizes, as the page's tables give them."""
+    text = {"MAGIC", "FINGERPRINT", "SLOT_HASH"}
+    codes = {8: "Q", 4: "I"}
+    return "".join(f"{n}s" if name in text else codes[n] for name, n in sizes.items())
 
 
 def test_the_fields_whose_offsets_have_constants_are_all_compared() -> None:
@@ -172,55 +114,40 @@ def test_the_fields_whose_offsets_have_constants_are_all_compared() -> None:
     }
 
 
-def test_what_follows_a_header_is_drawn_where_it_is() -> None:
-    slot, _ = [field[:2] for field in fields(TABLE) if field.name == "slot"]
-    assert slot == (layout.TABLE_HEADER_BYTES, layout.SLOT_BYTES)
-    [entries] = [field[:2] for field in fields(INDEX) if field.name == "entries"]
-    assert entries == (layout.INDEX_HEADER_BYTES, layout.ENTRY_BYTES)
+def test_drawings_and_tables_are_what_the_struct_formats_say() -> None:
+    assert f"<{format_in(COMMON_BYTES)}" == segment._PREFIX.format
+    fixed = ("FINGERPRINT", "NUM_BLOCKS", "BLOCK_SIZE", "NUM_RANKS")
+    assert f"<{format_in({name: TABLE_BYTES[name] for name in fixed})}" == table_header.FIXED.format
+    assert f"<Q{format_in(SLOT_BYTES)}" == slot_table._SLOT.format
+    assert format_of(drawing("error")) == error_log._ENTRY.format
+    assert format_of(drawing("traffic")) == traffic._ROW.format
+    assert format_of(drawing("loop")) == progress._LOOP.format
 
 
-def test_boxes_are_what_the_struct_formats_say() -> None:
-    assert format_of(fields(TABLE)[:6]) == format_of(fields(INDEX)[:6]) == segment._PREFIX.format
-    fixed = [field for field in fields(TABLE) if field.name in ("fingerprint", "num_blocks")]
-    fixed += [field for field in fields(TABLE) if field.name in ("block_size", "num_ranks")]
-    assert format_of(fixed) == table_header.FIXED.format
-    error = re.search(r"error log: \d+ x \((.*)\)", TABLE)[1].replace(",", "|")
-    assert format_of(cells(error)) == error_log._ENTRY.format
-    slot = [field for field in fields(SLOT) if field.nbytes]
-    assert format_of(slot) == slot_table._SLOT.format
-    assert tuple(field.name for field in slot[1:]) == Slot._fields[3:]
-    assert format_of(fields(TRAFFIC)) == traffic._ROW.format
-    assert format_of(fields(LOOP)) == progress._LOOP.format
-
-
-@pytest.mark.parametrize(
-    "drawn",
-    [fields(ROW), cells(re.search(r"^    row +(.*)$", PAGE, re.MULTILINE)[1])],
-    ids=["docstring", "page"],
-)
-def test_a_row_is_drawn_as_it_is(drawn: list[Field]) -> None:
+def test_a_row_is_drawn_as_it_is() -> None:
+    drawn = drawing("row")
     assert format_of(drawn) == ROW_STRUCT.format
     names = [field.name.removesuffix("+1") for field in drawn if field.name]
     assert names == list(Row._fields[1:])
+    starts = {f.name: sum(g.nbytes for g in drawn[:i]) for i, f in enumerate(drawn)}
+    assert (starts["state"], starts["entries"]) == (
+        layout.ROW_STATE_OFFSET,
+        layout.ROW_ENTRIES_OFFSET,
+    )
 
 
-@pytest.mark.parametrize(
-    "drawn",
-    [fields(RECORD), cells(re.search(r"^    (block_hash .*)$", PAGE, re.MULTILINE)[1])],
-    ids=["docstring", "page"],
-)
-def test_a_record_is_drawn_as_it_is(drawn: list[Field]) -> None:
+def test_a_record_is_drawn_as_it_is() -> None:
+    drawn = drawing("record")
     assert format_of(drawn) == layout._RECORD.format
     assert tuple(field.name for field in drawn) == BlockRecord._fields
 
 
-@pytest.mark.parametrize("text", [DRAWN, PAGE], ids=["docstring", "page"])
-def test_an_entry_is_drawn_as_it_is(text: str) -> None:
+def test_an_entry_is_drawn_as_it_is() -> None:
     """``test_index.py`` compares what is stored, byte for byte."""
     assert ENTRY_STRUCT.format == "<QIIII"
     halves = r"tag u64 \| place u64 = (\w+)(?::32)? << 32 \| (\w+)(?::32)?\s+"
     halves += r"\| owner u64 = (\w+)(?::32)? << 32 \| (row \+ 1)"
-    assert re.findall(halves, text) == [("generation", "block_id", "depth", "row + 1")]
+    assert re.findall(halves, PAGE) == [("generation", "block_id", "depth", "row + 1")]
 
 
 def test_the_word_of_a_slot_is_drawn_as_it_is() -> None:
@@ -228,9 +155,6 @@ def test_the_word_of_a_slot_is_drawn_as_it_is() -> None:
     [bits] = re.findall(r"^ +63 +(\d+) (\d+) +(\d+) (\d+) +0\n.*\n(.*)$", PAGE, re.MULTILINE)
     assert [int(bit) for bit in bits[:4]] == [shifts[0], shifts[0] - 1, shifts[1], shifts[1] - 1]
     assert re.findall(r"\| +(\w+)", bits[4]) == ["generation", "state", "leases"]
-    widths = [("generation", 64 - shifts[0]), ("state", shifts[0] - shifts[1])]
-    widths.append(("leases", layout.NUM_LEASE_BITS))
-    assert re.findall(r"(\w+):(\d+)", SLOT) == [(name, str(width)) for name, width in widths]
 
 
 def test_the_page_gives_each_field_its_size() -> None:
@@ -253,17 +177,7 @@ def test_the_page_tells_the_numbers_of_the_layout() -> None:
         f"padded with zeros to {HASH_BYTES} bytes",
         f"| {layout.NUM_ROWS} rows,",
         f"packed records of {layout.RECORD_BYTES} bytes",
+        f"A histogram has {layout.NUM_BUCKETS} counts",
         f"kind u16 ({layout.RecordKind.PUBLISH} publish, {layout.RecordKind.RETRACT} retract)",
     ):
         assert told in PAGE
-
-
-def test_the_docstring_tells_the_numbers_of_the_layout() -> None:
-    for told in (
-        f'magic "{layout.TABLE_MAGIC.decode()}"',
-        f'magic "{layout.INDEX_MAGIC.decode()}"',
-        f"plans and batches ({layout.RECORD_BYTES} bytes)",
-        f"writer, {layout.TOMBSTONE_BYTES} bytes per block",
-        f"Histogram: {layout.NUM_BUCKETS} counts",
-    ):
-        assert told in DRAWN

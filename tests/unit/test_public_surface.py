@@ -52,7 +52,8 @@ def surface() -> list[str]:
 
 
 def names_of(module: ModuleType) -> set[str]:
-    """``__all__``, or the names without underscore of what a module defines itself."""
+    """``__all__``, or the names without underscore of what a module defines itself, and what it
+    imports as the same name."""
     if named := (kvshm if module is api else module).__dict__.get("__all__"):
         return {*named}
     made_in = {
@@ -60,7 +61,8 @@ def names_of(module: ModuleType) -> set[str]:
         for name, thing in vars(module).items()
         if name[0] != "_" and not inspect.ismodule(thing)
     }
-    return {name for name, where in made_in.items() if where == module.__name__}
+    again = re.findall(r"import (\w+) as \1$", inspect.getsource(module), re.MULTILINE)
+    return {*again, *(name for name, where in made_in.items() if where == module.__name__)}
 
 
 def kind_of(thing: object) -> str:
