@@ -1,6 +1,6 @@
 /* kvshm's native core: everything that needs an atomic read-modify-write across processes, or
  * a loop over thousands of blocks.  The core knows no Python, so that sanitizers and a plain C
- * driver can run it.  layout.py draws the layout; layout.h is made from it.
+ * driver can run it.  docs/layout.md draws the layout; layout.h is made from layout.py.
  *
  * Every function takes whole segments as (base, length) and checks each offset and count
  * against them: a corrupt segment gives KVSHM_CORRUPT, never a fault.  Segments must be
