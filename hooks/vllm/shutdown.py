@@ -1,10 +1,8 @@
 """Shutdown: a stopped engine leaves its peers at once, cleans up, and ends whatever it is doing.
 
-Without this, peers would take a shutdown for a crash: vLLM ends its workers before it shuts its
-connectors down, and with ``--shutdown-timeout 0``, the default, its server sends SIGKILL right
-after SIGTERM.  And a busy server of vLLM 0.32 would not end at all after Ctrl-C: AsyncLLM cancels
-the task that would end its requests, for whose connections it waits
-(https://github.com/vllm-project/vllm/issues/48745 has the same race).
+Without this, peers would take a shutdown for a crash: vLLM ends its workers before its connectors,
+or kills the engine.  And a busy server of vLLM 0.32 would not end at all after Ctrl-C: AsyncLLM
+cancels the task that would end its requests (https://github.com/vllm-project/vllm/issues/48745).
 """
 
 from __future__ import annotations

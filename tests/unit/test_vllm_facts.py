@@ -226,7 +226,8 @@ def test_a_definition_is_shown_with_the_head_of_its_class() -> None:
     head = "class Pool(Base):\n"
     get = "    @cache(\n        maxsize=None,\n    )\n    def get(self):\n        return 1\n"
     twice = "    def twice(): return 1\n", "    def twice(): return 2\n"
-    text = f"x = 1\n{head}    size = 1\n{get}    def put(self): pass\nif x:\n{twice[0]}else:\n{twice[1]}"
+    text = f"x = 1\n{head}    size = 1\n{get}    def put(self): pass\n"
+    text += f"if x:\n{twice[0]}else:\n{twice[1]}"
     assert vllm_facts.definition(text.encode(), "Pool.get") == head + get
     assert vllm_facts.definition(text.encode(), "twice") == "".join(twice)
     assert vllm_facts.definition(text.encode(), "nothing") == ""

@@ -7,7 +7,7 @@ the model show (several allocations, unknown weights), and an unknown vLLM (admi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvshm.config import Auto
 from kvshm.errors import TransportError
@@ -43,9 +43,11 @@ def config_refusal(
 
 def cache_device(vllm_config: VllmConfig) -> str:
     """Return the type of the device that holds the KV cache, as transports name it."""
+    from vllm.platforms import current_platform
+
     device = str(vllm_config.device_config.device_type)
     # On ROCm too vLLM's device type is "cuda".
-    return ROCM if device == "cuda" and _platform().is_rocm() else device
+    return ROCM if device == "cuda" and current_platform.is_rocm() else device
 
 
 def _transport_refusal(device: str, wanted: str) -> str | None:
@@ -95,12 +97,6 @@ def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> s
         if "expandable_segments:True" in environ.get(name, ""):
             return f"{name} has expandable_segments:True, which may move the KV cache"
     return None
-
-
-def _platform() -> Any:
-    from vllm.platforms import current_platform
-
-    return current_platform
 
 
 # The kind of model comes before prefix caching: vLLM itself turns prefix caching off for

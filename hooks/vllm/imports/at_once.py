@@ -1,14 +1,9 @@
 """Loads at once: imports that the step they are scheduled in waits for, as fast as a local hit.
 
 vLLM alone would deliver tokens that a step under way computes from bad blocks, and keep the bad
-blocks' hashes.  So kvshm wraps two of its methods::
-
-    matched         vLLM gives the request's blocks no hashes: no other request builds on them
-    output arrives  before vLLM handles the output: if the load arrived, the blocks get their
-                    hashes now; if it failed, the request is preempted with all its output under
-                    way dropped, as for a reset of vLLM's cache, and computed as usual
-
-If an attribute that this needs is missing in this vLLM, every import is asynchronous.
+blocks' hashes.  So kvshm wraps two of its methods (decision 0012): the blocks get no hash
+before the load has arrived, and the request of one that failed is preempted, with all its output
+under way dropped, before vLLM handles that output.
 """
 
 from __future__ import annotations
@@ -183,9 +178,9 @@ class ReadyPeers:
         """Epochs of the peers that each rank reports as attached."""
         self._late_until: dict[Epoch, float] = {}
 
-    def record_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
-        """Record which peers these ranks have attached; returns those that all ranks have."""
-        self.attached.update(by_rank)
+    @property
+    def everywhere(self) -> frozenset[Epoch]:
+        """The peers that all ranks have attached."""
         if len(self.attached) < self._num_ranks:
             return frozenset()
         return frozenset.intersection(*self.attached.values())
@@ -200,4 +195,4 @@ class ReadyPeers:
         """Whether a step may wait for copies from all of these."""
         now = self._clock()
         self._late_until = {e: until for e, until in self._late_until.items() if now < until}
-        return peers.isdisjoint(self._late_until) and peers <= self.record_attached({})
+        return peers.isdisjoint(self._late_until) and peers <= self.everywhere

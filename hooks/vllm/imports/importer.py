@@ -1,10 +1,4 @@
-"""The import of blocks: which requests get blocks from another engine, and with what result.
-
-new request      look up in the replica the blocks that this engine does not have
-blocks allocated lease the blocks and plan the load; a lost block is a load error
-step built       the load travels to the ranks, which copy and re-check
-output arrives   good blocks count as computed; vLLM computes the bad blocks itself
-"""
+"""The import of blocks: which requests get blocks from another engine, and with what result."""
 
 from __future__ import annotations
 

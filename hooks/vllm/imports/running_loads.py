@@ -154,11 +154,6 @@ class RunningLoads:
         """Requests that vLLM holds back because not every rank has reported their load."""
         return {i.request_id for i in self.by_id.values() if i.way is Way.ASYNCHRONOUS}
 
-    def discard_loads(self, request_ids: Iterable[str]) -> None:
-        """Finish loads without a result, which no rank will report."""
-        for request_id in request_ids:
-            self._finish(request_id)
-
     def give_up(self, request: Any) -> Set[BlockId]:
         """Finish a request's load that nobody will report; returns the blocks that it was to fill,
         if it is known."""

@@ -1,10 +1,5 @@
 """Trace spans of imports, below vLLM's span of the request (docs/operations.md, Traces).
 
-    kvshm.lookup    the last lookup before the request was scheduled
-    kvshm.lease     the leases of its plan
-    kvshm.copy      from the start of the first rank's copy to the end of the last one's
-    kvshm.recheck   the checks after it
-
 Spans are made when their time is over, and handed to OpenTelemetry's own thread: no step waits for
 a collector.  Unless vLLM traces (--otlp-traces-endpoint), OpenTelemetry is not imported.
 """
