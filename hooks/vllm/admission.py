@@ -121,7 +121,7 @@ def of_version(known_files: Mapping[str, Any], version: str) -> dict[str, Any]:
     one is a mixture, for example left by an installation that was interrupted."""
 
     def its(digests: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        return {digest: each for digest, each in digests.items() if version in each}
+        return {digest: having for digest, having in digests.items() if version in having}
 
     return {
         file: {
@@ -182,7 +182,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
     own = tested_as(version, tested)
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
-    if own is not None and (gone := [each.file for each in found.different if not each.name]):
+    if own is not None and (gone := [part.file for part in found.different if not part.name]):
         return Admission(
             f"this vLLM {dotted(version)} is incomplete, without "
             f"{_some([f'vllm/{file}' for file in gone])}: install vLLM again"

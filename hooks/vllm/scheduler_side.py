@@ -223,7 +223,7 @@ class SchedulerSide:
             if self.tracker is not None:
                 self.tracker.blocks_failed(bad)
         if lost:
-            vllm.give_back(set(lost))
+            vllm.requeue(set(lost))
             log.line(HookLine.LOADS_LOST, len(lost))
 
     def _free_stuck(self) -> None:
@@ -240,7 +240,7 @@ class SchedulerSide:
         if scheduler.running or scheduler.deferred_frees or all(map(room.has_room, holding)):
             return
         if stuck := {request.request_id for request in holding} & self.importer.unscheduled:
-            vllm.give_back(stuck)
+            vllm.requeue(stuck)
             self.cache.count(MISS_NO_ROOM, len(stuck))
 
     # -- every step

@@ -39,8 +39,8 @@ def _write_bindings(scope: Scope, path: list[str], put: Callable[[str], None]) -
         node = binding.node
         for kind, deciding in binding.under:
             put(f"{kind}:")
-            for one in deciding:
-                _write(one, put)
+            for condition in deciding:
+                _write(condition, put)
         if len(path) > 1 and isinstance(node, ast.ClassDef) and node.name == path[0]:
             _write_head(node, put)
             put("{")

@@ -105,7 +105,7 @@ class WorkerSide:
         self.weights_change()
 
     def weights_change(self) -> None:
-        """End the epoch of the weights, which are about to change, or perhaps."""
+        """End the epoch: the weights are about to change, or may be."""
         self._weights.change()
         self.loads.outdate()
         if self._cache is None:
@@ -166,7 +166,9 @@ class WorkerSide:
         about = self._vllm_config, self._kv_cache_config, self._weights.models
         transport = self._cache.transport
         try:
-            fields, seconds = self._weights.described_by(lambda each: rank_fields(*about, each))
+            fields, seconds = self._weights.described_by(
+                lambda digests: rank_fields(*about, digests)
+            )
             memory = transport.export(Epoch(0))  # serves no peer until an epoch is opened
             self._released = False
         except (WeightsUnknown, TransportError) as exc:

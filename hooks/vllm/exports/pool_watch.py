@@ -50,7 +50,7 @@ def by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
     """Return what vLLM's block manager keeps of each request, in a dict for each group: TABLES or
     CACHED.  Raises PoolChanged if this vLLM keeps it elsewhere."""
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
-    tables = [getattr(each, name, None) for each in managers]
+    tables = [getattr(of_group, name, None) for of_group in managers]
     if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
         raise PoolChanged(f"the block manager of this vLLM has no {name}")
     return tables

@@ -129,8 +129,15 @@ class AtOnce:
         """Drop everything that the request has computed on top of its blocks, in steps under way
         too, and have vLLM compute it again.  If it was preempted and matched again since, nothing
         is withheld, and there is nothing to do."""
-        if import_.withheld is not None:
-            self._undo(import_)
+        if import_.withheld is None:
+            return
+        request = self._scheduler.requests.get(import_.request_id)
+        if request is not None and not request.is_finished():
+            # Set first, so that vLLM delivers no token whatever happens below.
+            request.drop_stale_output = True
+            if request.status.name == "RUNNING":  # otherwise preempted meanwhile
+                self._preempt(request)
+        import_.withheld = None
 
     def undo_all(self, imports: Iterable[RequestImport]) -> None:
         """Treat the loads of these imports, which steps under way wait for, as ``failed``."""
@@ -144,15 +151,6 @@ class AtOnce:
                     log.line(HookLine.NOT_PREEMPTED, name, exc_info=True)
                 status = type(request.status).FINISHED_ERROR
                 self._scheduler.finish_requests(request.request_id, status)
-
-    def _undo(self, import_: RequestImport) -> None:
-        request = self._scheduler.requests.get(import_.request_id)
-        if request is not None and not request.is_finished():
-            # Set first, so that vLLM delivers no token whatever happens below.
-            request.drop_stale_output = True
-            if request.status.name == "RUNNING":  # otherwise preempted meanwhile
-                self._preempt(request)
-        import_.withheld = None
 
     def _preempt(self, request: Any) -> None:
         scheduler = self._scheduler
