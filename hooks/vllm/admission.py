@@ -65,8 +65,8 @@ def admit(allowed: bool) -> Admission:
     """Return whether kvshm shares on the vLLM of this process.  ``allowed``: the setting
     KVSHM_UNTESTED.
 
-    Any process that has imported vLLM.  The first call reads source files, for milliseconds
-    (docs/versions.md); what goes wrong is logged and a refusal.
+    Any process that has imported vLLM.  The first call reads source files (docs/versions.md says
+    for how long); what goes wrong is logged and a refusal.
     """
     import vllm
 

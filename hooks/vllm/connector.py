@@ -310,14 +310,10 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.match(request, num_computed_tokens)
 
-    @guarded(lambda self, *allocated: self.allocation_failed(*allocated), "allocated")
+    @guarded(lambda self, *about: self._scheduler.allocation_failed(*about), "allocated")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
             self._scheduler.allocated(request, blocks, num_external_tokens)
-
-    def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler:
-            self._scheduler.allocation_failed(request, blocks, num_external_tokens)
 
     # After any error here, the loads must still be handed over.
     @guarded(lambda self, output: self._scheduler.build_after_failure(output), "build")

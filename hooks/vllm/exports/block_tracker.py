@@ -98,11 +98,6 @@ class BlockTracker:
         """Forget a request that has ended.  Its computed blocks stay published."""
         self._requests.pop(request_id, None)
 
-    def shares(self, request_id: str) -> bool:
-        """Whether the request is running and may share its blocks."""
-        tracked = self._requests.get(request_id)
-        return tracked is not None and self._may_share(tracked.request)
-
     # -- changes, before the step that makes them is dispatched
 
     def blocks_change(self, blocks: Sequence[BlockId]) -> None:
@@ -207,8 +202,9 @@ class BlockTracker:
             self._marks.make_sound(blocks)
 
     def import_ended(self, request_id: str, good: Iterable[LoadedBlocks]) -> None:
-        """Publish what an import has filled if its request may share it."""
-        shown = self.shares(request_id)
+        """Publish what an import has filled if its request still runs and may share it."""
+        tracked = self._requests.get(request_id)
+        shown = tracked is not None and self._may_share(tracked.request)
         for loaded in good:
             self.blocks_loaded(loaded, shown, request_id)
 

@@ -88,9 +88,7 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
     pool.reset_prefix_cache = reset_prefix_cache
 
 
-def watch_blocks(
-    pool: Any, listener: PoolListener, any_kept: Callable[[], bool] = lambda: False
-) -> None:
+def watch_blocks(pool: Any, listener: PoolListener, any_kept: Callable[[], bool]) -> None:
     """Call the listener for every change of a block, and first with how many are wanted if
     ``any_kept``.  Raises PoolChanged, with nothing wrapped, if that is impossible: the engine may
     not export then."""
