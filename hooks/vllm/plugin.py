@@ -155,14 +155,13 @@ def _configure(vllm_config: VllmConfig) -> None:
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:
     """Return why this engine gets no connector, or None."""
-    from .identity.refusals import config_refusal, layers_refusal
+    from .identity.refusals import config_refusal
 
     if other is not None and not config.beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
     return (
         config.decide_role().refusal
         or config_refusal(vllm_config, os.environ, config.transport)
-        or layers_refusal(vllm_config)
         or touchpoint_refusal()
         or (combination_refusal(vllm_config, other) if other is not None else None)
     )

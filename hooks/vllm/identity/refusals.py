@@ -64,22 +64,6 @@ def _transport_refusal(device: str, wanted: str) -> str | None:
     return None
 
 
-def layers_refusal(vllm_config: VllmConfig) -> str | None:
-    """Return why ``cache_refusal`` would refuse the KV cache of this model, or None; knows only
-    what the model's configuration shows.
-
-    The plugin asks this before there is a cache: an engine that is refused later pays for a
-    connector that does nothing.
-    """
-    model = vllm_config.model_config
-    try:
-        if model.is_hybrid or model.is_attention_free:
-            return STATE
-    except AttributeError as exc:
-        return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
-    return None
-
-
 def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
     """Return why a KV cache of this shape cannot be shared, or None."""
     if not kv_cache_config.kv_cache_groups:
@@ -133,4 +117,6 @@ _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "auxiliary outputs exist only for computed tokens (--enable-return-routed-experts)": lambda c: (
         c.aux_output_config.enabled
     ),
+    # ``cache_refusal`` says the same, but later: the engine would pay for an idle connector.
+    STATE: lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
 }
