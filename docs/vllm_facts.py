@@ -11,6 +11,7 @@ docs/vllm-facts.md.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import io
 import json
@@ -28,7 +29,8 @@ from typing import Any, NamedTuple
 from vllm_subclasses import Named
 
 from kvshm.hooks.vllm.admission import ABSENT, KNOWN
-from kvshm.hooks.vllm.source_digests import Source, bytes_digest
+from kvshm.hooks.vllm.source_bindings import Scope
+from kvshm.hooks.vllm.source_digests import bytes_digest, code_digests
 
 FACTS = Path(__file__).with_name("vllm-facts.toml")
 PUBLIC = "Public, and held by tests"
@@ -69,23 +71,15 @@ class Vllm(NamedTuple):
     read: Callable[[str], bytes | None]
     """The content of a file below vLLM's package; None if there is none."""
 
-    def source(self, file: str) -> Source:
-        """Return a file, as an empty one if there is none.  Raises ValueError for a file that is
-        not in the encoding that it says."""
-        content = self.read(file) or b""
-        try:
-            # As Python reads it: with a mark of the byte order, or a line that names an encoding.
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-            return Source(content.decode(encoding))
-        except (SyntaxError, UnicodeDecodeError) as exc:
-            raise ValueError(f"{self._place(file)} cannot be read: {exc}") from exc
+    def source(self, file: str) -> bytes:
+        """Return a file, as an empty one if there is none."""
+        return self.read(file) or b""
 
     def digests(self, file: str, names: Iterable[str]) -> dict[str, str | None]:
         """Return the digest of each name in a file, None for what is not there.  Raises ValueError
         for a file that this Python cannot read or parse."""
-        source = self.source(file)
         try:
-            return source.whole_digests(names)
+            return code_digests(self.source(file), names)
         except (SyntaxError, ValueError) as exc:  # a NUL byte, to Python 3.11.3
             raise ValueError(f"{self._place(file)} cannot be parsed: {exc}") from exc
 
@@ -241,21 +235,16 @@ def _names() -> dict[str, dict[str, list[str]]]:
 def _known_file(file: str, versions: list[Vllm]) -> Mapping[str, Any]:
     names = _names()[file]
     whole: dict[str, list[str]] = {}
-    outline: dict[str, list[str]] = {}
     parts: dict[str, dict[str, list[str]]] = {name: {} for name in sorted(names)}
     for vllm in versions:
-        source = vllm.source(file)
         if content := vllm.read(file):
             whole.setdefault(bytes_digest(content), []).append(vllm.version)
-            if (digest := source.outline_digest(names)) is not None:
-                outline.setdefault(digest, []).append(vllm.version)
         for name, digest in vllm.digests(file, parts).items():
             parts[name].setdefault(digest or ABSENT, []).append(vllm.version)
     if nowhere := [name for name, known in parts.items() if {*known} == {ABSENT}]:
         _check_expected(file, nowhere)
     return {
         "whole": whole,
-        "outline": outline,
         "parts": {name: {"facts": names[name], "digests": known} for name, known in parts.items()},
     }
 
@@ -295,7 +284,7 @@ def comparison(old: Vllm, new: Vllm) -> Comparison:
     @cache
     def diff(one: Named) -> str:
         file, name = one
-        return _diff(old.source(file).definition(name), new.source(file).definition(name))
+        return _diff(definition(old.source(file), name), definition(new.source(file), name))
 
     return Comparison(
         [
@@ -306,6 +295,30 @@ def comparison(old: Vllm, new: Vllm) -> Comparison:
         ],
         sum(before[one] is not None or after[one] is not None for one in before),
     )
+
+
+def definition(content: bytes, name: str) -> str:
+    """Return the lines that a name's digest covers, as they stand."""
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    lines = io.TextIOWrapper(io.BytesIO(content), encoding).read().split("\n")
+    return "".join(
+        "".join(f"{line}\n" for line in lines[first - 1 : last])
+        for first, last in _spans(Scope.of_module(content), name.split("."))
+    )
+
+
+def _spans(scope: Scope, path: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last lines of what concerns a name."""
+    for binding in scope.bindings(path):
+        node = binding.node
+        heads = [node, *getattr(node, "decorator_list", ())]
+        first = min(getattr(one, "lineno", 1) for one in heads)
+        last = getattr(node, "end_lineno", None) or first
+        if len(path) > 1 and isinstance(node, ast.ClassDef) and node.name == path[0]:
+            yield first, max(first, min(one.lineno for one in node.body) - 1)
+            yield from _spans(scope.of_class(node), path[1:])
+        else:
+            yield first, last
 
 
 def _diff(before: str, after: str) -> str:

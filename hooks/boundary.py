@@ -43,14 +43,16 @@ def _log_once(line: HookLine, hook: str) -> None:
         log.line(line, hook, exc_info=True)
 
 
-def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
-    """Make a hook return ``fallback(self, *args)`` instead of raising, None if that fails, too."""
+def guarded(fallback: Callable[..., Any], timed_as: str = "") -> Callable[[F], F]:
+    """Make a hook return ``fallback(self, *args)`` instead of raising, None if that fails, too.
+    ``timed_as``: the name under which ``hook_took`` gets the start of each call that succeeds."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
-        def call(self: Bounded, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.monotonic_ns() if timed_as else 0
             try:
-                return hook(self, *args, **kwargs)
+                result = hook(self, *args, **kwargs)
             except MemoryInUse:
                 raise  # better no token than a wrong one
             except Exception as exc:  # any: a failure of kvshm is a cache miss
@@ -64,39 +66,21 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
                 except Exception:  # perhaps the same error again
                     _log_once(HookLine.FALLBACK_FAILED, hook.__name__)
                     return None
-
-        return cast(F, call)
-
-    return decorate
-
-
-class Timed(Protocol):
-    """What a class must have so that its methods can be timed."""
-
-    strict: bool
-
-    def hook_took(self, hook: str, begun_ns: int) -> None:
-        """Record that a hook that began then (CLOCK_MONOTONIC) has ended; must be quick."""
-
-
-def timed(hook_name: str) -> Callable[[F], F]:
-    """Have a hook call ``hook_took`` with this name and its start.  Goes inside ``guarded``."""
-
-    def decorate(hook: F) -> F:
-        @functools.wraps(hook)
-        def call(self: Timed, *args: Any) -> Any:
-            start = time.monotonic_ns()
-            result = hook(self, *args)
-            try:
-                self.hook_took(hook_name, start)
-            except Exception:  # any: the hook has done its work, which must not count as failed
-                if self.strict:
-                    raise
+            if timed_as:
+                _show_time(self, timed_as, start)
             return result
 
         return cast(F, call)
 
     return decorate
+
+
+def _show_time(owner: Any, hook: str, start: int) -> None:
+    try:
+        owner.hook_took(hook, start)
+    except Exception:  # any: the hook has done its work, which must not count as failed
+        if owner.strict:
+            raise
 
 
 def decline(reason: str, engine: str, config: Config, model: str = "") -> None:

@@ -27,11 +27,10 @@ class WeightsUnknown(KvshmError):
 
 
 def digest_tensors(
-    named: Iterable[tuple[object, torch.Tensor]], each: dict[object, bytes] | None = None
+    named: Iterable[tuple[object, torch.Tensor]], digests: dict[object, bytes] | None = None
 ) -> str:
     """Return a digest (64 hex digits) of all ``named`` tensors, and of their names, which must have
-    the same ``repr`` in every process.  ``each`` gets a digest of every tensor, under its
-    ``where``.
+    the same ``repr`` in every process.  ``digests`` gets one of every tensor, under its ``where``.
 
     Blocks while it reads all of them (above 1 GB/s on one core).  Equal tensors on equal hardware
     have equal digests.  Raises WeightsUnknown.
@@ -47,8 +46,8 @@ def digest_tensors(
             mixed = mixers[piece.device].mix(piece)
             digest.update(mixed)
             own.update(mixed)
-        if each is not None:
-            each[where(tensor)] = own.digest()
+        if digests is not None:
+            digests[where(tensor)] = own.digest()
     return digest.hexdigest()
 
 

@@ -77,7 +77,7 @@ class Importer:
         local: list[int] = self._allocator.match_prefix_blocks(prompt)
         start, size = len(local), self._allocator.tokens_per_page
         wanted = min(len(keys), max(0, len(prompt) - self.to_compute) // size)
-        if start >= wanted or not self._prefixes.are_sound(self._shared(local), keys):
+        if start >= wanted or not self._prefixes.are_sound(self.shared(local), keys):
             return local
         if not self._has_room(len(prompt), start):
             self.counts.no_room += 1
@@ -127,7 +127,7 @@ class Importer:
     def _load(self, found: Found, blocks: list[int]) -> list[int]:
         """Return the first blocks, which hold what was found; the others are freed."""
         try:
-            load = self._prefixes.node.load(found, into=self._shared(blocks))
+            load = self._prefixes.node.load(found, into=self.shared(blocks))
         except BaseException:
             self._give_back(blocks)
             raise
@@ -186,8 +186,8 @@ class Importer:
                 ended = True
         return ended
 
-    def _shared(self, blocks: Sequence[int]) -> list[int]:
-        """The numbers by which others know the blocks."""
+    def shared(self, blocks: Sequence[int]) -> list[int]:
+        """Return the numbers by which others know the blocks."""
         return [block - self._first for block in blocks]
 
     def _give_back(self, blocks: Sequence[int]) -> None:

@@ -92,7 +92,6 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         """
         allocator = allocator_of(cache)
         first = _trash_bytes(cache) // allocator.bytes_per_block
-        cache._first = first
         cache.prefixes = prefixes
         cache.importer = Importer(prefixes, allocator, first, wait_seconds)
         cache.__class__ = cls
@@ -134,8 +133,8 @@ class SharedPagedAttentionCache(PagedAttentionCache):
             request_id,
             state.initial_tokens,
             state.generated_tokens,
-            list(map(self._shared, complete)),
-            {self._shared(b) for b in computed if is_known(b)},
+            self.importer.shared(complete),
+            set(self.importer.shared(list(filter(is_known, computed)))),
         )
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -157,11 +156,5 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         self.importer.finish()
         super().reset()  # which frees all requests
 
-    # -- what follows from it
-
-    def _shared(self, block_id: int) -> int:
-        """The number by which others know the block."""
-        return int(block_id - self._first)
-
     def _forgetting(self, block_ids: Sequence[int]) -> None:
-        self.prefixes.retract(list(map(self._shared, block_ids)))
+        self.prefixes.retract(self.importer.shared(block_ids))

@@ -92,9 +92,9 @@ def words_of(model: torch.nn.Module) -> Iterator[object]:
             if key not in _KNOWN_ATTRIBUTES and key not in _NOT_COMPUTED_WITH
         }
         yield (name, _name(type(part)), chosen, attributes)
-    for each in sorted(classes, key=_name):
-        yield (_name(each), list(_methods(each)))
-    yield from _functions_of({each.__module__ for each in classes} | {*_USED_BY_ALL}, ways)
+    for owner in sorted(classes, key=_name):
+        yield (_name(owner), list(_methods(owner)))
+    yield from _functions_of({owner.__module__ for owner in classes} | {*_USED_BY_ALL}, ways)
 
 
 def config_words(config: PreTrainedConfig) -> dict[str, object]:
@@ -113,12 +113,12 @@ def _ways(part: Any) -> list[str]:
 
 def _classes(who: str, owner: type) -> Iterator[type]:
     """Yield a class and its bases, as far as they compute."""
-    for each in owner.__mro__:
-        if each.__module__.startswith(_PACKAGES) and _found(each) is each:
-            yield each
-        elif issubclass(each, torch.nn.Module):
+    for base in owner.__mro__:
+        if base.__module__.startswith(_PACKAGES) and _found(base) is base:
+            yield base
+        elif issubclass(base, torch.nn.Module):
             raise CannotCompareError(
-                f"{who} is a {_name(each)}: neither transformers nor torch.nn has this class, and "
+                f"{who} is a {_name(base)}: neither transformers nor torch.nn has this class, and "
                 "what it does cannot be compared"
             )
 
@@ -137,9 +137,9 @@ def _methods(owner: type) -> Iterator[object]:
             inner: list[Any] = [value.fget, value.fset]
         else:
             inner = [getattr(value, "__func__", getattr(value, "func", value))]
-        for each in inner:
-            if callable(each) and not isinstance(each, type):
-                yield (name, _function(f"{_name(owner)}.{name}", each))
+        for function in inner:
+            if callable(function) and not isinstance(function, type):
+                yield (name, _function(f"{_name(owner)}.{name}", function))
 
 
 def _functions_of(files: set[str], ways: set[str]) -> Iterator[object]:

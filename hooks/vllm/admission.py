@@ -20,7 +20,7 @@ from kvshm._base.log import logger
 from kvshm._base.log_lines import FilledLine
 
 from ..log_lines import HookLine
-from .source_digests import Source, bytes_digest
+from .source_digests import bytes_digest, code_digests
 
 log = logger(__name__)
 
@@ -65,8 +65,8 @@ def admit(allowed: bool) -> Admission:
     """Return whether kvshm shares on the vLLM of this process.  ``allowed``: the setting
     KVSHM_UNTESTED.
 
-    Any process that has imported vLLM.  The first call reads source files, for milliseconds
-    (docs/versions.md); what goes wrong is logged and a refusal.
+    Any process that has imported vLLM.  The first call reads source files (docs/versions.md says
+    for how long); what goes wrong is logged and a refusal.
     """
     import vllm
 
@@ -82,9 +82,9 @@ def admit(allowed: bool) -> Admission:
 @cache
 def known_sources() -> Mapping[str, Any]:
     """Return the content of ``known_sources.json``: the tested ``versions``; and ``files``, each
-    with digests of all of it (``whole``) and of its ``outline``, which are fast to compute, and of
-    its ``parts``, functions and classes, the ``facts`` and ``digests``.  Each digest has the
-    versions that have it.  Raises RuntimeError for a damaged file."""
+    with digests of all of it (``whole``), which are fast to compute, and of its ``parts``,
+    functions and classes, the ``facts`` and ``digests``.  Each digest has the versions that have
+    it.  Raises RuntimeError for a damaged file."""
     try:
         known: Mapping[str, Any] = json.loads(KNOWN.read_bytes())
         next(iter(known["files"])), known["versions"][0]  # neither is empty
@@ -121,12 +121,11 @@ def of_version(known_files: Mapping[str, Any], version: str) -> dict[str, Any]:
     one is a mixture, for example left by an installation that was interrupted."""
 
     def its(digests: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        return {digest: each for digest, each in digests.items() if version in each}
+        return {digest: having for digest, having in digests.items() if version in having}
 
     return {
         file: {
             "whole": its(known["whole"]),
-            "outline": its(known["outline"]),
             "parts": {
                 name: {**part, "digests": its(part["digests"])}
                 for name, part in known["parts"].items()
@@ -162,18 +161,14 @@ def _differences(
     if bytes_digest(content) in known["whole"]:
         return []
     return [
-        Difference(file, name, tuple(parts[name]["facts"])) for name in _unknown(content, known)
+        Difference(file, name, tuple(parts[name]["facts"])) for name in _unknown(content, parts)
     ]
 
 
-def _unknown(content: bytes, known: Mapping[str, Any]) -> list[str]:
+def _unknown(content: bytes, parts: Mapping[str, Any]) -> list[str]:
     """Return the names whose code is as in no tested version."""
-    parts: Mapping[str, Any] = known["parts"]
     try:
-        source = Source.decoded(content)
-        if source.outline_digest(parts) in known["outline"]:
-            return []
-        exact = source.digests(parts)
+        exact = code_digests(content, parts)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a damaged file
         return [*parts]
     return [name for name in parts if (exact[name] or ABSENT) not in parts[name]["digests"]]
@@ -187,7 +182,7 @@ def decide(version: Version, found: Examined, tested: list[str], allowed: bool) 
     own = tested_as(version, tested)
     if version[:2] != (0, 0) and version[:2] < minors(tested)[0]:
         return Admission(f"vLLM {dotted(version)} is too old, kvshm needs {tested[0]} or newer")
-    if own is not None and (gone := [each.file for each in found.different if not each.name]):
+    if own is not None and (gone := [part.file for part in found.different if not part.name]):
         return Admission(
             f"this vLLM {dotted(version)} is incomplete, without "
             f"{_some([f'vllm/{file}' for file in gone])}: install vLLM again"

@@ -35,11 +35,12 @@ from kvshm._base.ids import BlockId
 from kvshm._base.log import logger
 from kvshm._base.log_output import start_log
 from kvshm._base.rundir import open_run_directory, require_room
-from kvshm.errors import ConfigError
+from kvshm.errors import ConfigError, MemoryInUse
 
-from ..boundary import guarded, report, timed
+from ..boundary import guarded, report
 from .admission import admit
 from .declining import decline_engine, why_not_started
+from .exports.block_tracker import BlockTracker
 from .identity.refusals import cache_refusal, config_refusal
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
@@ -47,7 +48,6 @@ from .ranks import is_beside_others
 from .scheduler_side import SchedulerSide
 from .settings import checked_settings, settings_of, settings_of_connector
 from .shutdown import prepare_shutdown
-from .sleeping import SleepHooks
 from .transfer_config import ensure_recompute, register
 from .worker_side import WorkerSide
 
@@ -61,7 +61,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
+class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares this engine's prefix cache with the other engines of the node."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -118,12 +118,13 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Fail closed: withdraw everything, so that no peer reads blocks that nothing guards."""
         if self._scheduler is not None:
-            self._scheduler.turn_off(f"{hook}: {exc}")
+            self._scheduler.epochs.turn_off(f"{hook}: {exc}")
         if self._worker is not None:
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
 
     def hook_took(self, hook: str, begun_ns: int) -> None:
+        """Show tools the time of a hook that began then (CLOCK_MONOTONIC); quick."""
         if (side := self._scheduler or self._worker) is not None:
             side.hook_took(hook, begun_ns)
 
@@ -137,6 +138,27 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker:
             self._worker.register(kv_caches, self.unregister_kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True, for every transport (docs/fingerprint.md)."""
+        return True
+
+    # After any error here, what may still write to the memory keeps it mapped.
+    @guarded(lambda self: self._require_no_loads())
+    def unregister_kv_caches(self) -> None:
+        """Block until nothing writes to the KV cache, which is about to be unmapped, and, up to
+        UNMAP_SECONDS, until no peer maps it.  vLLM 0.33 calls this; in 0.32 the wrapped methods of
+        its worker do.  Raises MemoryInUse if a copy cannot be stopped."""
+        if self._worker:
+            self._worker.release_memory()
+
+    def _require_no_loads(self) -> None:
+        if self._worker and self._worker.is_loading():
+            raise MemoryInUse("loads into the KV cache could not be ended: it must stay mapped")
+
+    def restore_kv_caches(self) -> None:
+        """Nothing to do: the next description of this rank exports the memory."""
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> RankDescription | None:
@@ -161,8 +183,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         elif isinstance(connector_metadata, StepMetadata):
             self._begin(connector_metadata)
 
-    @guarded(_nothing)
-    @timed("begin")
+    @guarded(_nothing, "begin")
     def _begin(self, metadata: StepMetadata) -> None:
         if self._worker:
             self._worker.begin_step(metadata)
@@ -172,8 +193,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         if not self._quiet:
             self._load_at_once()
 
-    @guarded(_nothing)
-    @timed("load_at_once")
+    @guarded(_nothing, "load_at_once")
     def _load_at_once(self) -> None:
         metadata = self._connector_metadata
         if self._worker and isinstance(metadata, StepMetadata):
@@ -205,8 +225,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         return (None if self._quiet else self._collect()) or KVConnectorTransferResults()
 
     # After any error here, the requests whose loads have ended must still go on.
-    @guarded(lambda self: self._take_finished())
-    @timed("collect")
+    @guarded(lambda self: self._take_finished(), "collect")
     def _collect(self) -> KVConnectorTransferResults | None:
         if self._worker is not None:
             bound = self._connector_metadata
@@ -238,7 +257,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def call_may_write(self, call: str) -> None:
         if self._scheduler:
-            self._scheduler.call_may_write(call)
+            self._scheduler.epochs.call_may_write(call)
 
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -251,18 +270,22 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def blocks_wanted(self, count: int) -> None:
-        if self._scheduler:
-            self._scheduler.blocks_wanted(count)
+        if (tracker := self._tracker) is not None:
+            tracker.kept.put_last(count)
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        if self._scheduler:
-            self._scheduler.blocks_handed_out(blocks)
+        if (tracker := self._tracker) is not None:
+            tracker.blocks_handed_out(blocks)
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
-        if self._scheduler:
-            self._scheduler.block_changes(block)
+        if (tracker := self._tracker) is not None:
+            tracker.blocks_change([block])
+
+    @property
+    def _tracker(self) -> BlockTracker | None:
+        return self._scheduler.tracker if self._scheduler else None
 
     @guarded(_nothing)
     def pool_will_reset(self) -> None:
@@ -272,15 +295,14 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def pool_reset(self) -> None:
         if self._scheduler:
-            self._scheduler.pool_reset()
+            self._scheduler.epochs.reset()
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
         if self._scheduler:
             self._scheduler.new_request(request)
 
-    @guarded(lambda self, request, computed: (0, False))
-    @timed("match")
+    @guarded(lambda self, request, computed: (0, False), "match")
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -288,19 +310,13 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.match(request, num_computed_tokens)
 
-    @guarded(lambda self, *allocated: self.allocation_failed(*allocated))
-    @timed("allocated")
+    @guarded(lambda self, *about: self._scheduler.allocation_failed(*about), "allocated")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
-    def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler:
-            self._scheduler.allocation_failed(request, blocks, num_external_tokens)
-
     # After any error here, the loads must still be handed over.
-    @guarded(lambda self, output: self._scheduler.build_after_failure(output))
-    @timed("build")
+    @guarded(lambda self, output: self._scheduler.build_after_failure(output), "build")
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata(step=0)
@@ -314,8 +330,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.before_output(output, result)
 
-    @guarded(_nothing)
-    @timed("output")
+    @guarded(_nothing, "output")
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
@@ -325,13 +340,9 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         finished = connector_output.finished_recving or set()
         self._scheduler.output(finished, report, connector_output.invalid_block_ids)
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        side = self._scheduler
-        return self._take_stats() if side is not None and side.has_stats() else None
-
     @guarded(_nothing)
-    def _take_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.stats() if self._scheduler else None
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.take_stats() if self._scheduler else None
 
     @classmethod
     def build_kv_connector_stats(
@@ -357,8 +368,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
         checked_settings(extra_config)
         return False
 
-    @guarded(lambda self, request, ids: (False, None))
-    @timed("finished")
+    @guarded(lambda self, request, ids: (False, None), "finished")
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.request_finished(request) if self._scheduler else None
 
@@ -371,7 +381,7 @@ class KvshmConnector(SleepHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
         if self._scheduler:
-            self._scheduler.pool_reset()
+            self._scheduler.epochs.reset()
         return True
 
     def shutdown(self) -> None:

@@ -1,11 +1,7 @@
 """How the epochs of one engine begin and end: blocks are published and imported within an epoch.
 
-::
-
-    ranks describe themselves     their KV cache and the digest of their weights: an epoch begins
-    the cache is reset, weights
-    may be written, a hook fails  the epoch ends: everything is withdrawn at once
-    next step that runs the model the ranks are asked again, unless a hook has failed
+One begins when the ranks have described themselves, and ends, with everything withdrawn at once,
+before weights may be written, when vLLM resets its cache, and when a hook fails.
 """
 
 from __future__ import annotations
@@ -14,14 +10,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kvshm._base.log import logger
 from kvshm.config import Config
-from kvshm.halves import HOOK_ERRORS, ErrorCode, SchedulerHalf
+from kvshm.halves import HOOK_ERRORS, STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
 
+from ..log_lines import HookLine
 from .descriptions import RankDescriptions
 from .identity.fields import with_none_hash
-from .identity.weight_changes import WeightChanges
 from .messages import RankDescription, RankReport
 from .ranks import Descriptions, Ranks
+
+log = logger(__name__)
+
+MOST_NAMED = 100
+"""Calls of the ranks that the log names; further ones are not named."""
 
 Fields = Callable[[list[dict[str, str]]], dict[str, str]]
 
@@ -42,7 +44,10 @@ class Epochs:
         self._cache, self._config = cache, config
         self._fields, self._on_end = fields, on_end
         self.descriptions = RankDescriptions(num_ranks, time.monotonic)
-        self._changes = WeightChanges(cache)
+        self._named_calls: set[str] = set()
+        self._written = self._mapped = 0
+        self._found: list[str] = []
+        """What the next epoch is to record as found written."""
         self.ranks: Ranks | None = None
         self.off = False
         """Whether a hook has failed."""
@@ -72,8 +77,10 @@ class Epochs:
         self.descriptions.want(not self.off, soon)
 
     def call_may_write(self, call: str) -> None:
-        """End the epoch before a call of the ranks that may write weights."""
-        self._changes.called(call)
+        """End the epoch before a call of the ranks that may write weights; log each name once."""
+        if call not in self._named_calls and len(self._named_calls) < MOST_NAMED:
+            self._named_calls.add(call)
+            log.line(HookLine.CALL_MAY_WRITE, call)
         self.reset(soon=False)
         if self.ranks is not None:
             self.ranks.weights_change()
@@ -100,11 +107,24 @@ class Epochs:
         if (table := self._cache.table) is None or table.epoch == self._announced:
             return 0
         self._announced = table.epoch
-        self._changes.epoch_began()
+        self._record_changes()
         return int(table.epoch)
 
+    def _record_changes(self) -> None:
+        """Carry over what the epochs before have counted: each has counters of its own."""
+        if self._written:
+            self._cache.count(WEIGHTS_WRITTEN, self._written)
+        if self._mapped:
+            self._cache.count(STILL_MAPPED, self._mapped)
+        for text in self._found:
+            self._cache.log_error(text, ErrorCode.WEIGHTS_WRITTEN)
+        self._found.clear()
+
     def reported(self, report: RankReport) -> None:
-        self._changes.reported(report)
+        self._mapped += report.still_mapped
+        written = report.written
+        self._written += len(written)
+        self._found += [f"rank {rank}: weights written: {name}" for rank, name in written.items()]
         if report.failed:
             self.turn_off("a hook of a rank failed: its traceback is in the log")
         elif report.weights_changed:

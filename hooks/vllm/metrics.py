@@ -2,12 +2,6 @@
 
 They count an import when it has ended; ``vllm:external_prefix_cache_hits`` counts it before it is
 known whether its blocks arrive.
-
-::
-
-    scheduler's process                               API server
-    LoadPlanner.take_results, PromptTokens.take
-                             -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
 """
 
 from __future__ import annotations

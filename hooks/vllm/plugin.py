@@ -21,6 +21,7 @@ from .transfer_config import (
     CONNECTOR,
     CONNECTOR_MODULE,
     beside,
+    combination_refusal,
     ensure_recompute,
     register,
     with_connector,
@@ -123,6 +124,7 @@ def _configure(vllm_config: VllmConfig) -> None:
     from kvshm._base.log_output import start_log
 
     from .settings import settings_of
+    from .shutdown import prepare_shutdown
 
     transfer = vllm_config.kv_transfer_config
     config = settings_of(transfer)
@@ -144,31 +146,22 @@ def _configure(vllm_config: VllmConfig) -> None:
             vllm_config.kv_transfer_config = None
         return
     combined = with_connector(transfer, config) if other is None else beside(other)
-    _prepare_shutdown(config)
+    prepare_shutdown(config)  # so that this process, too, cleans up where the engine's files lie
     vllm_config.kv_transfer_config = combined
     if other is not None:
         _log_once(HookLine.BESIDE.fill(other.kv_connector))
     _log_once(HookLine.INSTALLED.fill())
 
 
-def _prepare_shutdown(config: Config) -> None:
-    """Have this process, too, clean up where this engine's files lie."""
-    from .shutdown import prepare_shutdown
-
-    prepare_shutdown(config)
-
-
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:
     """Return why this engine gets no connector, or None."""
-    from .identity.refusals import config_refusal, layers_refusal
-    from .multi_connector import combination_refusal
+    from .identity.refusals import config_refusal
 
     if other is not None and not config.beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
     return (
         config.decide_role().refusal
         or config_refusal(vllm_config, os.environ, config.transport)
-        or layers_refusal(vllm_config)
         or touchpoint_refusal()
         or (combination_refusal(vllm_config, other) if other is not None else None)
     )

@@ -10,42 +10,24 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
-_STEP = "part of every step"
-_TELLS = "only tells something"
-_CACHES = "drops caches of inputs"
-_SAVES = "writes the weights to files"
-_ADAPTERS = "writes tensors of adapters, whose requests are not shared"
-
-HARMLESS = {
-    "execute_model": _STEP,
-    "sample_tokens": _STEP,
-    "take_draft_token_ids": _STEP,
-    "execute_dummy_batch": _STEP,
-    "check_health": _TELLS,
-    "synchronize_device": _TELLS,
-    "compute_weight_checksums": _TELLS,
-    "get_compilation_match_table": _TELLS,
-    "get_encoder_timing_stats": _TELLS,
-    "get_kv_cache_spec": _TELLS,
-    "get_kv_connector_handshake_metadata": _TELLS,
-    "get_model_inspection": _TELLS,
-    "get_supported_kv_cache_layouts": _TELLS,
-    "get_supported_tasks": _TELLS,
-    "list_loras": _TELLS,
-    "supports_draft_weight_updates": _TELLS,
-    "profile": "begins or ends a profile",
-    "release_late_interaction_query_cache": _CACHES,
-    "reset_encoder_cache": _CACHES,
-    "reset_mm_cache": _CACHES,
-    "save_sharded_state": _SAVES,
-    "save_tensorized_model": _SAVES,
-    "add_lora": _ADAPTERS,
-    "pin_lora": _ADAPTERS,
-    "remove_lora": _ADAPTERS,
-    "handle_ft_command": "pauses and resumes ranks",
-    "shutdown": "ends the ranks",
-}
-"""vLLM's methods that leave the weights alone, and why."""
+HARMLESS = frozenset({
+    # part of every step
+    "execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch",
+    # only say something
+    "check_health", "synchronize_device", "compute_weight_checksums",
+    "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec",
+    "get_kv_connector_handshake_metadata", "get_model_inspection",
+    "get_supported_kv_cache_layouts", "get_supported_tasks", "list_loras",
+    "supports_draft_weight_updates",
+    # begin or end a profile; drop caches of inputs; write the weights to files
+    "profile", "release_late_interaction_query_cache", "reset_encoder_cache", "reset_mm_cache",
+    "save_sharded_state", "save_tensorized_model",
+    # write tensors of adapters, whose requests are not shared
+    "add_lora", "pin_lora", "remove_lora",
+    # pause, resume or end the ranks
+    "handle_ft_command", "shutdown",
+})  # fmt: skip
+"""vLLM's methods that leave the weights alone."""
 
 WRITING = frozenset({
     "apply_model", "checkpoint_prepare", "checkpoint_restore", "discard", "elastic_ep_execute",
@@ -67,7 +49,7 @@ def watch_calls(
     original = executor.collective_rpc
     if getattr(original, "kvshm", False):
         return  # an engine that wakes up hands over its ranks again
-    known = frozenset({*HARMLESS, *harmless})
+    known = HARMLESS.union(harmless)
 
     @wraps(original)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -80,5 +80,5 @@ def ask_rank(_: object, question: str, *args: Any) -> Any:
         return None
     group: Any = get_kv_transfer_group()
     connectors = (group, *getattr(group, "sub_connectors", ()))
-    own = next((each for each in connectors if hasattr(each, "answer_scheduler")), None)
+    own = next((c for c in connectors if hasattr(c, "answer_scheduler")), None)
     return own.answer_scheduler(question, *args) if own else None

@@ -75,8 +75,8 @@ def options_in(params: object) -> Options:
     for key, value in params.items():
         if key != KVSHM and (_means_kvshm(_text(key)) or _holds_options(value)):
             return _refused(key, value)
-    for key, one in islice(_listed(params), MOST_LOOKED_THROUGH):
-        if _holds_options(one):
+    for key, item in islice(_listed(params), MOST_LOOKED_THROUGH):
+        if _holds_options(item):
             return _refused(key, params[key])
     return _read(params[KVSHM]) if KVSHM in params else _NOTHING_ASKED
 
@@ -106,9 +106,9 @@ def _holds_options(value: object) -> bool:
 def _listed(params: dict[Any, Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
     """The dicts in lists: ``{"connectors": [{"kvshm": ...}]}``.  Lists of numbers may be long."""
     for key, value in params.items():
-        for one in value[:MOST_LISTED] if isinstance(value, list) else ():
-            if isinstance(one, dict):
-                yield key, one
+        for item in value[:MOST_LISTED] if isinstance(value, list) else ():
+            if isinstance(item, dict):
+                yield key, item
 
 
 def _refused(option: object, value: object) -> Options:
@@ -183,7 +183,7 @@ def explain(mistake: Mistake) -> str:
         return f"{option} has more than {MOST_KEYS} keys"
     if option in (KVSHM, ALL):
         return f"{shown} is not an object"
-    listed = [one for _, one in _listed({option: value})]
+    listed = [item for _, item in _listed({option: value})]
     if not _means_kvshm(_text(option)) and any(map(_holds_options, (value, *listed))):
         return f"{shown} holds what belongs into {ALL}[{KVSHM!r}]"
     nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, (*OPTIONS, KVSHM), 0.6)

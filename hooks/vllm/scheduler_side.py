@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvshm._base.ids import BlockId
+from kvshm._base.log import logger
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
-from kvshm.halves import LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
+from kvshm.halves import (
+    LOADS_AT_ONCE,
+    MISS_NO_ROOM,
+    EngineSpec,
+    Groups,
+    SchedulerHalf,
+    blocks_of,
+)
 
+from ..log_lines import HookLine
 from .epochs import Epochs
 from .exports.block_tracker import BlockTracker
 from .exports.pending_blocks import CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
 from .identity.fields import scheduler_fields
 from .identity.groups import groups_of
-from .imports import held_requests
 from .imports.importer import RequestImporter
 from .imports.pool_room import PoolRoom
 from .imports.prompt_tokens import PromptTokens
@@ -34,6 +43,8 @@ from .roles import engine_transfer, log_role, scheduler_limits
 from .shutdown import LEAVE_SECONDS, on_shutdown_signal
 from .step_times import StepTimes
 from .vllm_scheduler import VllmScheduler
+
+log = logger(__name__)
 
 FENCE_SECONDS = 2.0
 """How long an idle engine asks its ranks about a fence: a rank may hang."""
@@ -124,32 +135,22 @@ class SchedulerSide:
         self.tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
         return self.tracker.kept.may_exist
 
-    # -- vLLM's pool: as pool_watch.PoolListener
-
-    def blocks_wanted(self, count: int) -> None:
-        if self.tracker is not None:
-            self.tracker.kept.put_last(count)
-
-    def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        if self.tracker is not None:
-            self.tracker.blocks_handed_out(blocks)
-
-    def block_changes(self, block: BlockId) -> None:
-        if self.tracker is not None:
-            self.tracker.blocks_change([block])
-
-    def may_import(self) -> bool:
-        """Whether imports may begin now."""
-        role, vllm = self.cache.role, self._vllm
-        return not (self.epochs.off or role.no_imports or vllm is None) and vllm.may_import()
+    # -- resets of vLLM's pool
 
     def prepare_pool_reset(self) -> None:
+        """Free what imports hold: vLLM resets its pool only if no block is in use."""
         if self._vllm is not None:
             self._vllm.free_blocks_for_reset(self._give_up_loads)
 
     def _give_up_loads(self) -> set[str]:
         """End all loads under way, without a step; returns the requests whose loads have ended."""
-        return held_requests.end_all_loads(self.importer, self.epochs.ranks, self.epochs.reset)
+        loads, ended = self.importer.running.under_way(), self.importer.unscheduled
+        if not loads or (ranks := self.epochs.ranks) is None:
+            return ended
+        self.epochs.reset()  # then no rank begins another copy
+        given_up = ranks.give_up(loads)
+        self.importer.running.finish(given_up)  # without a result: no rank will report them
+        return given_up | ended
 
     # -- epochs
 
@@ -161,17 +162,6 @@ class SchedulerSide:
         by_rank = dict(enumerate(described[key] for key in sorted(described)))
         own = bool(by_rank) and all(isinstance(d, RankDescription) for d in by_rank.values())
         self.epochs.started(by_rank if own else None, Ranks.of_caller(), may_write)
-
-    def call_may_write(self, call: str) -> None:
-        self.epochs.call_may_write(call)
-
-    def pool_reset(self) -> None:
-        """vLLM has dropped its prefix cache, perhaps because the weights changed."""
-        self.epochs.reset()
-
-    def turn_off(self, error: str) -> None:
-        """A hook failed: withdraw everything, so that no peer reads blocks that nothing guards."""
-        self.epochs.turn_off(error)
 
     def _epoch_ended(self) -> None:
         if self.epochs.off:
@@ -215,6 +205,44 @@ class SchedulerSide:
         found = self.importer.match(request, num_local_tokens)
         return found, bool(found) and self.importer.holds_back(request.request_id)
 
+    def may_import(self) -> bool:
+        """Whether imports may begin now."""
+        role, vllm = self.cache.role, self._vllm
+        return not (self.epochs.off or role.no_imports or vllm is None) and vllm.may_import()
+
+    # -- requests that cannot go on by themselves
+
+    def _compute_lost(self) -> None:
+        """Have vLLM compute the requests whose loads are lost; may wait for the ranks if a load is
+        overdue."""
+        if (vllm := self._vllm) is None or (ranks := self.epochs.ranks) is None:
+            return
+        lost = self.importer.held.find_lost(vllm, ranks.end_loads)
+        for request_id in lost:
+            bad = self.importer.running.give_up(vllm.scheduler.requests[request_id])
+            if self.tracker is not None:
+                self.tracker.blocks_failed(bad)
+        if lost:
+            vllm.requeue(set(lost))
+            log.line(HookLine.LOADS_LOST, len(lost))
+
+    def _free_stuck(self) -> None:
+        """Give back the blocks of requests whose load has ended, if no request can run before they
+        do and there is no room for their rest.  For a step without tokens; they are computed then.
+
+        vLLM schedules nobody behind such a request.  There was room when the load began; but a
+        session may have taken it, and then wait behind that request, for ever.
+        """
+        if (vllm := self._vllm) is None or (room := self.importer.room) is None:
+            return
+        scheduler = vllm.scheduler
+        holding = list(scheduler.kv_holding_waiting)
+        if scheduler.running or scheduler.deferred_frees or all(map(room.has_room, holding)):
+            return
+        if stuck := {request.request_id for request in holding} & self.importer.unscheduled:
+            vllm.requeue(stuck)
+            self.cache.count(MISS_NO_ROOM, len(stuck))
+
     # -- every step
 
     def build(self, output: Any) -> StepMetadata:
@@ -227,9 +255,9 @@ class SchedulerSide:
             self._option_checks.step_built(new, vllm.scheduler.requests)
         self._idle_since = None if tokens else self._idle_since or time.monotonic()
         if self.importer.held:
-            held_requests.compute_lost(self.importer, self.tracker, self._vllm, self.epochs.ranks)
+            self._compute_lost()
         if not tokens and self.importer.unscheduled:
-            held_requests.free_stuck(self._vllm, self.importer, self.cache)
+            self._free_stuck()
         news = not tokens or self.epochs.descriptions.wanted or self.importer.step.has_news
         quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
@@ -289,9 +317,8 @@ class SchedulerSide:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
             patience = self.importer.at_once.step_built()
             self.importer.step_dispatched()
-            held_requests.compute_lost_anyway(
-                self.importer, self.tracker, self._vllm, self.epochs.ranks
-            )
+            with suppress(Exception):  # perhaps this has failed; the next step looks again
+                self._compute_lost()
         except Exception as exc:  # perhaps the same error again
             if not self.importer.step_waits:
                 return StepMetadata(step=0)
@@ -364,7 +391,8 @@ class SchedulerSide:
         if report.step:
             self._times.ended(report.step)
         if report.attached:
-            self.cache.planner.attached(self.importer.peers.record_attached(report.attached))
+            self.importer.peers.attached.update(report.attached)
+            self.cache.planner.attached(self.importer.peers.everywhere)
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:
@@ -380,12 +408,10 @@ class SchedulerSide:
         unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
         self.cache.hook_took(hook, begun_ns, unfinished - (hook == "finished"))
 
-    def has_stats(self) -> bool:
-        """Whether anything was counted since the last ``stats``."""
-        return bool(self.cache.planner.results or self.prompts.untold)
-
-    def stats(self) -> LoadStats:
-        """Return what to add to vLLM's metrics."""
+    def take_stats(self) -> LoadStats | None:
+        """Return what to add to vLLM's metrics; None: nothing was counted since the last call."""
+        if not (self.cache.planner.results or self.prompts.untold):
+            return None
         ended, prompts = self.cache.planner.take_results(), self.prompts.take()
         return LoadStats.of(ended, prompts, self._block_size)
 

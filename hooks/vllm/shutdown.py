@@ -1,10 +1,8 @@
 """Shutdown: a stopped engine leaves its peers at once, cleans up, and ends whatever it is doing.
 
-Without this, peers would take a shutdown for a crash: vLLM ends its workers before it shuts its
-connectors down, and with ``--shutdown-timeout 0``, the default, its server sends SIGKILL right
-after SIGTERM.  And a busy server of vLLM 0.32 would not end at all after Ctrl-C: AsyncLLM cancels
-the task that would end its requests, for whose connections it waits
-(https://github.com/vllm-project/vllm/issues/48745 has the same race).
+Without this, peers would take a shutdown for a crash: vLLM ends its workers before its connectors,
+or kills the engine.  And a busy server of vLLM 0.32 would not end at all after Ctrl-C: AsyncLLM
+cancels the task that would end its requests (https://github.com/vllm-project/vllm/issues/48745).
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from kvshm._base.core_lines import CoreLine
-from kvshm._base.forks import guard_forks
 from kvshm._base.log import logger
 from kvshm._base.resources import start_thread
 from kvshm._base.rundir import choose_run_directory, open_run_directory
@@ -218,7 +215,12 @@ def _watch_signals(leave: Callable[[], None]) -> None:
         raise
     called.wait()  # a signal may come from now on, and ``let_leave`` look for this thread
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    _watched.append(_Wakeup(write))
+
+    def forget_in_child() -> None:  # a forked child's signals do not concern this process
+        if (current := signal.set_wakeup_fd(-1)) != write:
+            signal.set_wakeup_fd(current)  # other code has replaced the descriptor
+
+    os.register_at_fork(after_in_child=forget_in_child)
 
 
 def _call_thread(name: str) -> None:
@@ -227,19 +229,3 @@ def _call_thread(name: str) -> None:
         Path("/proc/thread-self/comm").write_text(name)
     except OSError as exc:
         log.line(HookLine.LEAVING_NOT_SEEN, exc)
-
-
-class _Wakeup:
-    """The descriptor that this process's signals are written to, but not those of a forked
-    child."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        guard_forks(self)
-
-    def forget_in_child(self) -> None:
-        if (current := signal.set_wakeup_fd(-1)) != self._fd:
-            signal.set_wakeup_fd(current)  # other code has replaced the descriptor
-
-
-_watched: list[_Wakeup] = []

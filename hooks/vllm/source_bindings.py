@@ -23,7 +23,7 @@ _BIND_ANY = frozenset({"globals", "locals", "vars", "exec"})
 """Functions by which any name may be bound."""
 _BIND_ATTRIBUTES = frozenset({"setattr", "delattr"})
 
-_GLOBAL = re.compile(r"[\n;:][ \t\f]*global\b")
+_GLOBAL = re.compile(rb"[\r\n;:][ \t\f]*global\b")
 
 Condition = tuple[str, tuple[ast.AST, ...]]
 """A branch of a statement, and what decides whether it runs."""
@@ -57,11 +57,13 @@ class Scope:
                 self._by_root.setdefault(root, []).append(number)
 
     @classmethod
-    def of_module(cls, text: str) -> Scope:
-        """Parse a module.  Raises as ``Source.whole_digests``."""
-        tree = ast.parse(text)
+    def of_module(cls, content: bytes) -> Scope:
+        """Parse a module's file, in the encoding in which Python reads it.  Raises SyntaxError,
+        RecursionError and MemoryError for what is nested too deeply, ValueError for a NUL byte up
+        to Python 3.11.3."""
+        tree = ast.parse(content)
         # Looked for first: walking through all functions takes long.
-        declared = _declared_global(tree) if _GLOBAL.search(text) else ()
+        declared = _declared_global(tree) if _GLOBAL.search(content) else ()
         return cls([*_of_statements(tree.body, ()), *declared])
 
     def of_class(self, node: ast.ClassDef) -> Scope:
@@ -78,12 +80,6 @@ class Scope:
             binding = self._all[number]
             if len(path) == 1 or binding.names & wanted:
                 yield binding
-
-    def definitions(self) -> Iterator[Definition]:
-        """Yield all functions and classes."""
-        for names, _, node in self._all:
-            if isinstance(node, DEFINITIONS) and node.name in names:
-                yield node
 
 
 def _declared_global(tree: ast.Module) -> Iterator[Binding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvshm.halves import Costs
 
@@ -13,10 +13,6 @@ STEPS_PER_MEASURED = 8
 every 8th prefill step of about one size in which no request looked for peers."""
 MAX_UNDER_WAY = 64
 """Most steps measured at a time, the latest: ranks may never report the end of a step."""
-
-
-_Built: TypeAlias = tuple[int, float, int]
-"""A step under way: its number, when it was built, and its tokens."""
 
 
 class StepTimes:
@@ -30,8 +26,9 @@ class StepTimes:
         costs.prefill_tokens = min(costs.prefill_tokens, longest)
         self._costs = costs
         self._clock = clock
-        self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)
-        """Steps under way that are measured; ``ended`` need not be called without any."""
+        self.measured: deque[tuple[int, float, int]] = deque(maxlen=MAX_UNDER_WAY)
+        """Steps under way that are measured: number, time when built, tokens.  ``ended`` need not
+        be called without any."""
         self._seen: dict[int, int] = {}
         """Number of steps by kind: 0 for decodes, quiet prefills by their size."""
         self._ended_at = 0.0

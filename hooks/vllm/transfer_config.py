@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from kvshm._base.extra_config import CHILDREN, MULTI, own_settings, without_own
 from kvshm._base.extra_config import CONNECTOR as CONNECTOR
-from kvshm._base.extra_config import own_settings
 from kvshm._base.log_lines import FilledLine
 
 from ..log_lines import HookLine
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
     from kvshm.config import Config
 
@@ -58,8 +59,43 @@ def with_connector(transfer: KVTransferConfig | None, config: Config) -> KVTrans
 
 
 def beside(other: KVTransferConfig) -> KVTransferConfig:
-    """Return a configuration of a MultiConnector: kvshm's connector beside the user's."""
-    from .multi_connector import combined_config
+    """Return the configuration of a MultiConnector of the user's connector, which comes first, and
+    kvshm's, which loads only what that one does not have.  All other values are the user's, but
+    failed loads are recomputed: with kvshm a block may vanish."""
+    extra = other.kv_connector_extra_config
+    own = dict(own_settings(other.kv_connector, extra))
+    ours = {**OUR_CONNECTOR, "kv_connector_extra_config": own, "kv_role": other.kv_role}
+    combined = copy.copy(other)
+    combined.kv_connector, combined.kv_connector_module_path = MULTI, None
+    combined.kv_load_failure_policy = "recompute"
+    combined.kv_connector_extra_config = {**extra, CHILDREN: [*_children(other), ours]}
+    return combined
 
-    own = own_settings(other.kv_connector, other.kv_connector_extra_config)
-    return combined_config(other, OUR_CONNECTOR | {"kv_connector_extra_config": dict(own)})
+
+def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
+    """Return why the user's connectors, which this imports, cannot be combined, or None."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    names = [name for name in vars(KVConnectorBase_V1) if not name.startswith("_")]
+    unknown = {name for name in names if name not in vars(MultiConnector)}
+    if vllm_config.device_config.device_type == "cpu":
+        unknown.add("get_mem_pool_context")  # kvshm uses it, and only one connector can
+    for child in _children(transfer):
+        connector: Any = KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
+        own = {n for n in unknown if getattr(connector, n) is not getattr(KVConnectorBase_V1, n)}
+        if own:
+            return f"{child['kv_connector']} cannot be combined due to its {', '.join(sorted(own))}"
+    return None
+
+
+def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
+    """The user's connectors as a MultiConnector lists them.  Its own engine id applies to all."""
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == MULTI:
+        return list(extra.get(CHILDREN, ()))
+    child = {f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}
+    child["kv_connector_extra_config"] = without_own(extra)
+    return [child]

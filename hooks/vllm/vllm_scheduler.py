@@ -6,7 +6,7 @@ the blocks of preempted requests only after the steps in flight, and loads hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvshm._base.log import LogLimit, logger
@@ -83,25 +83,17 @@ class VllmScheduler:
         """
         if not self.alone:
             return  # another connector may import as well
-        self._free_deferred()
-        if self._ran is not None and not self.scheduler.running:
-            self._requeue(self._ran, give_up() | set(self.scheduler.finished_recving_kv_req_ids))
-
-    def _free_deferred(self) -> None:
         scheduler = self.scheduler
         while scheduler.deferred_frees:
             fence, blocks = scheduler.deferred_frees.popleft()
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+        if self._ran is not None and not scheduler.running:
+            self.requeue(give_up() | set(scheduler.finished_recving_kv_req_ids), self._ran)
 
-    def give_back(self, request_ids: set[str]) -> None:
-        """Free the blocks of waiting requests whose load has ended or is lost: they wait as if
-        nothing had been loaded."""
-        self._requeue([], request_ids)
-
-    def _requeue(self, ran: list[Any], request_ids: set[str]) -> None:
-        """Do now what vLLM does when all blocks of a load have failed: the requests wait without
-        blocks, in their order, behind those that ``ran``."""
+    def requeue(self, request_ids: set[str], ran: Sequence[Any] = ()) -> None:
+        """Do now what vLLM does when all blocks of a load have failed: these requests, whose load
+        has ended or is lost, wait without blocks, in their order, behind those that ``ran``."""
         scheduler = self.scheduler
         for request in [scheduler.requests[name] for name in request_ids]:
             if request.is_finished():

@@ -32,9 +32,12 @@ from .identity.rank_weights import RankWeights
 from .identity.refusals import cache_device
 from .messages import RankDescription, RankReport, StepMetadata
 from .rank_loads import RankLoads
-from .sleeping import release_memory
 
 log = logger(__name__)
+
+UNMAP_SECONDS = 5.0
+"""How long a rank that goes to sleep waits for peers to unmap its KV cache: up to two seconds,
+unless one hangs, which keeps the memory from being given back."""
 
 
 class WorkerSide:
@@ -102,7 +105,7 @@ class WorkerSide:
         self.weights_change()
 
     def weights_change(self) -> None:
-        """End the epoch of the weights, which are about to change, or perhaps."""
+        """End the epoch: the weights are about to change, or may be."""
         self._weights.change()
         self.loads.outdate()
         if self._cache is None:
@@ -113,16 +116,18 @@ class WorkerSide:
             log.line(HookLine.EPOCH_NOT_ENDED, exc)
 
     def release_memory(self) -> None:
-        """Stop all use of the KV cache before it is unmapped: see SleepHooks.  Loads that this ends
-        are reported as lost with the next step.  Idempotent."""
-        if self._cache is not None and not self._released:
-            left = release_memory(self._cache, self._rank)
-            self._released = True
-            report = self._next_report()
-            report.still_mapped += left > 0
-            # Unless it was announced, as a sleep is: the epoch has ended, and another must begin.
-            report.weights_changed = True
-            self.collect()
+        """Stop all use of the KV cache before it is unmapped; waits for peers up to UNMAP_SECONDS.
+        Loads that this ends are reported as lost with the next step.  Idempotent."""
+        if self._cache is None or self._released:
+            return
+        start, report = time.monotonic(), self._next_report()
+        if left := self._cache.release_memory(UNMAP_SECONDS):
+            log.line(HookLine.STILL_MAPPED, self._rank, time.monotonic() - start, left)
+            report.still_mapped += 1
+        self._released = True
+        # Unless it was announced, as a sleep is: the epoch has ended, and another must begin.
+        report.weights_changed = True
+        self.collect()
 
     def is_loading(self) -> bool:
         """Whether a load is under way, which may write to the KV cache."""
@@ -161,7 +166,9 @@ class WorkerSide:
         about = self._vllm_config, self._kv_cache_config, self._weights.models
         transport = self._cache.transport
         try:
-            fields, seconds = self._weights.described_by(lambda each: rank_fields(*about, each))
+            fields, seconds = self._weights.described_by(
+                lambda digests: rank_fields(*about, digests)
+            )
             memory = transport.export(Epoch(0))  # serves no peer until an epoch is opened
             self._released = False
         except (WeightsUnknown, TransportError) as exc:

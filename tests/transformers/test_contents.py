@@ -131,7 +131,7 @@ class Played:
                 yield from reader.list(engine.epoch)
 
     def check(self, reader: Reader, tokens_of: dict[bytes, list[int]]) -> None:
-        first = cache_of(self.manager)._first
+        first = cache_of(self.manager).importer._first
         for block in self.readable(reader):
             pure = pure_kv(self.weights_of[block.epoch], tokens_of[block.key])
             table = [block.block_id + first]

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from kvshm.hooks.transformers.imports import Importer
 from kvshm.hooks.transformers.paged_cache import SharedLedger, SharedPagedAttentionCache
 
 
@@ -68,7 +69,7 @@ def test_a_preempted_requests_blocks_are_waited_for_once() -> None:
     released = SimpleNamespace(
         ledger=ledger, block_table={"r": [5, 6, 7]}, free_blocks=lambda *_: None
     )
-    cache.prefixes, cache._first = prefixes, 5
+    cache.prefixes, cache.importer = prefixes, Importer(prefixes, released, 5, 1.0)
     cache.cache_allocators = {"full_attention": released}
     ledger.register_new_hash(7, 1)
     ledger.acquire(7)

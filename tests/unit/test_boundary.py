@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 
@@ -59,3 +60,31 @@ def test_what_fails_in_every_step_is_logged_once(
         "kvshm: other_hook failed, and kvshm could not make its state safe",
         "kvshm: other_hook failed, and so did what takes its place",
     ]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_that_succeeds_is_timed_and_its_time_costs_no_result(strict: bool) -> None:
+    class Timed(Hooks):
+        taken: ClassVar[list[str]] = []
+
+        def hook_took(self, hook: str, begun_ns: int) -> None:
+            self.taken.append(hook)
+            raise RuntimeError("no room for it")
+
+        @guarded(lambda self, exc: "a miss", "name")
+        def timed_hook(self, exc: Exception | None) -> str:
+            if exc is not None:
+                raise exc
+            return "a hit"
+
+    hooks = Timed()
+    assert hooks.timed_hook(RuntimeError("a bug")) == "a miss"
+    assert hooks.taken == []
+    hooks.failed.clear()
+    hooks.strict = strict
+    if strict:
+        with pytest.raises(RuntimeError, match="no room for it"):
+            hooks.timed_hook(None)
+    else:
+        assert hooks.timed_hook(None) == "a hit"
+    assert (hooks.taken, hooks.failed) == (["name"], [])

@@ -1,10 +1,10 @@
-"""Digests of source: equal for equal code, under every Python, and found without parsing it all."""
+"""Digests of source: equal for equal code, under every Python."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvshm.hooks.vllm.source_digests import Source
+from kvshm.hooks.vllm.source_digests import code_digests
 
 SAMPLE = '''
 import functools
@@ -66,7 +66,7 @@ def changed(old: str, new: str) -> str:
 
 
 def digest(text: str, name: str = "Pool.get") -> str | None:
-    return Source(text).digests([name])[name]
+    return code_digests(text.encode(), [name])[name]
 
 
 def test_every_python_computes_this_digest() -> None:
@@ -129,9 +129,6 @@ def test_only_what_is_defined_where_the_name_says_counts() -> None:
     assert digest(SAMPLE, "get") is None
     assert digest(SAMPLE, "Pool.put.get") is None
     assert None is not digest(SAMPLE, "Pool.Inner.get") != digest(SAMPLE)
-    assert Source(SAMPLE).names() == [
-        "before", "Pool", "Pool.get", "Pool.put", "Pool.Inner", "Pool.Inner.get", "outer", "twice",
-    ]  # fmt: skip
 
 
 def test_an_emptied_function_is_not_one_that_does_nothing_else() -> None:
@@ -158,106 +155,36 @@ def test_a_new_decorator_is_part_of_what_it_decorates(indent: str, head: str) ->
     """Else a version that decorates a function would pass as one that does not."""
     outer, name = ("class C:\n", "C.f") if indent else ("", "f")
 
-    def source(lines: str) -> Source:
-        return Source(outer + "".join(f"{indent}{line}" for line in lines.splitlines(True)))
+    def source(lines: str) -> str:
+        return outer + "".join(f"{indent}{line}" for line in lines.splitlines(True))
 
     for before in ("", "x = 1\n", "@other\ndef g(): return (2)\n\n"):
-        plain = source(before + head)
-        assert plain.outline_digest([name]) is not None
-        assert plain.digests([name]) == plain.whole_digests([name]) != {name: None}
+        plain = digest(source(before + head), name)
+        assert plain is not None
         for decorated in DECORATED:
-            new = source(before + decorated + head)
-            assert plain.outline_digest([name]) != new.outline_digest([name]), decorated
-            assert new.digests([name]) == new.whole_digests([name]) != plain.digests([name])
-
-
-def test_a_definition_is_shown_with_the_head_of_its_class() -> None:
-    text = Source(SAMPLE).definition("Pool.get")
-    assert text.startswith("class Pool:\n    @functools.lru_cache(\n")
-    assert text.endswith("...: None}\n")
-    assert (
-        Source(SAMPLE).definition("twice")
-        == "    def twice(): return 1\n    def twice(): return 2\n"
-    )
-    assert Source(SAMPLE).definition("nothing") == ""
-
-
-# -- what is not parsed
-
-
-def test_what_concerns_a_name_is_all_that_its_digest_needs(subtests: pytest.Subtests) -> None:
-    for name in Source(SAMPLE).names():
-        with subtests.test(name=name):
-            source = Source(SAMPLE)
-            assert source.digests([name]) == source.whole_digests([name]) != {name: None}
-            assert source.outline_digest([name]) is not None
-
-
-def test_what_changes_elsewhere_needs_no_parsing(subtests: pytest.Subtests) -> None:
-    for old, new in [
-        ("# A comment.", "# Another one, 'with' \"quotes\"."),
-        ("        # A comment.\n", "\n"),
-        ("def before(): return 1", "def before(): return 2"),
-        ("def before(): return 1", "def before():\n    def get(self): return 2"),
-        ("import functools\n", "import functools\nfrom a import (  # b\n    c, d)\nimport e\n"),
-        ("    async def put", "    def other(self): return 1\n\n    async def put"),
-        ("async def put(self): yield 1", "async def put(self):\n        yield 2\n"),
-    ]:
-        with subtests.test(old=old, new=new):
-            names = ["Pool.get"]
-            expected = Source(SAMPLE).outline_digest(names)
-            assert Source(changed(old, new)).outline_digest(names) == expected is not None
-
-
-@pytest.mark.parametrize("end", ["\r\n", "\r"])
-def test_line_ends_are_as_python_reads_them(end: str) -> None:
-    names = ["Pool.get"]
-    source = Source(SAMPLE.replace("\n", end))
-    assert source.outline_digest(names) == Source(SAMPLE).outline_digest(names) is not None
-    assert source.digests(names) == {"Pool.get": GET}
-
-
-def test_what_could_be_read_in_two_ways_is_parsed(subtests: pytest.Subtests) -> None:
-    for odd in [
-        "if x:\n\tdef g(): pass\n",
-        "\f@other\n",
-        "y = 'ended\n",
-        "caf\u00e9 = 1\n",
-        "x = \\ 1\n",
-        # Python 3.12 takes the same quotes within a field.
-        'y = f"{x["a"]}"\n',
-        'y = f"{\'}\' + x["a"]}"\n',
-        "y = f'''{x # }\n + \"'''\" }''' + \"\"\n",
-        'y = f"{ """\ndef get(): 1\n""" }"\n',
-    ]:
-        with subtests.test(odd=odd):
-            assert Source(SAMPLE + odd).outline_digest(["Pool.get"]) is None
+            assert digest(source(before + decorated + head), name) != plain, decorated
 
 
 # -- files
 
 
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_line_ends_are_as_python_reads_them(end: str) -> None:
+    assert digest(SAMPLE.replace("\n", end)) == GET
+
+
 def test_a_byte_order_mark_says_nothing() -> None:
-    source = Source.decoded(b"\xef\xbb\xbf" + SAMPLE.encode())
-    assert source.digests(["Pool.get"]) == {"Pool.get": GET}
+    assert digest("\ufeff" + SAMPLE) == GET
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"x = '\xff'\n",
-        b"x = '\xfe'\n",
-        b"# coding: latin-1\nx = 1\n",
-        b"#!/bin/python\n# -*- coding:utf-7 -*-\n",
-    ],
-)
-def test_what_is_not_utf_8_is_refused(content: bytes) -> None:
-    """Python would read it as something else, or not at all."""
-    with pytest.raises(ValueError, match=r"utf-8|UTF-8"):
-        Source.decoded(content)
+@pytest.mark.parametrize("content", [b"x = '\xff'\n", b"# coding: odd\nx = 1\n"])
+def test_what_python_cannot_decode_is_refused(content: bytes) -> None:
+    with pytest.raises(SyntaxError, match=r"utf-8|odd"):
+        code_digests(content, ["x"])
 
 
-@pytest.mark.parametrize("first", [b"", b"# coding: utf-8\n", b"#!x\n# -*- coding: UTF_8 -*-\n"])
-def test_utf_8_is_read(first: bytes) -> None:
-    content = first + "x = 'é'\n# coding: latin-1 is not declared here\n".encode()
-    assert Source.decoded(content).digests(["x"]) == Source("x = 'é'").digests(["x"])
+def test_a_file_is_in_the_encoding_that_it_declares() -> None:
+    declared = "# coding: latin-1\nx = 'é'\n".encode("latin-1")
+    assert code_digests(declared, ["x"]) == {"x": digest("x = 'é'", "x")}
+    not_declared = "#!x\n\nx = 'é'\n# coding: latin-1 is not declared here\n"
+    assert digest(not_declared, "x") == digest("x = 'é'", "x")

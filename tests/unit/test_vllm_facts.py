@@ -161,18 +161,6 @@ def test_a_record_says_who_has_what() -> None:
     assert [*parts["Pool.give"]["digests"].values()] == [["0.9.1"], ["0.10.0"]]
     assert [*parts["Pool.take"]["digests"].values()] == [["0.9.1", "0.10.0"]]
     assert parts["Pool.later"]["digests"][ABSENT] == ["0.9.1"]
-    assert [*known["outline"].values()] == [["0.9.1"], ["0.10.0"]]
-
-
-@pytest.mark.usefixtures("two_facts")
-def test_what_changes_elsewhere_is_on_record_once() -> None:
-    new = NEW + "\n    def other(self): pass\n"
-    made = vllm_facts.recorded(
-        [played("0.9.1", {"pool.py": NEW}), played("0.10.0", {"pool.py": new})]
-    )
-    known: dict[str, Any] = made["files"]["pool.py"]
-    assert [*known["whole"].values()] == [["0.9.1"], ["0.10.0"]]
-    assert [*known["outline"].values()] == [["0.9.1", "0.10.0"]]
 
 
 @pytest.mark.usefixtures("two_facts")
@@ -234,6 +222,17 @@ def test_what_is_no_vllm_is_named(
         vllm_facts.main(["compare", str(place), str(place)])
 
 
+def test_a_definition_is_shown_with_the_head_of_its_class() -> None:
+    head = "class Pool(Base):\n"
+    get = "    @cache(\n        maxsize=None,\n    )\n    def get(self):\n        return 1\n"
+    twice = "    def twice(): return 1\n", "    def twice(): return 2\n"
+    text = f"x = 1\n{head}    size = 1\n{get}    def put(self): pass\n"
+    text += f"if x:\n{twice[0]}else:\n{twice[1]}"
+    assert vllm_facts.definition(text.encode(), "Pool.get") == head + get
+    assert vllm_facts.definition(text.encode(), "twice") == "".join(twice)
+    assert vllm_facts.definition(text.encode(), "nothing") == ""
+
+
 @pytest.mark.usefixtures("two_facts")
 @pytest.mark.parametrize(
     "content",
@@ -266,9 +265,8 @@ def environment(place: Path, content: bytes, *infos: str) -> str:
     ("content", "said"),
     [
         (b"def f(:\n", "cannot be parsed: invalid syntax"),
-        (b"# \xe9\n", "cannot be read: invalid or missing encoding declaration"),
-        (NEW.encode() + b"# \xe9\n", "cannot be read: 'utf-8' codec can't decode"),
-        (b"# -*- coding: odd -*-\n", "cannot be read: unknown encoding: odd"),
+        (NEW.encode() + b"x = '\xe9'\n", r"cannot be parsed: \(unicode error\) 'utf-8' codec"),
+        (b"# -*- coding: odd -*-\n", "cannot be parsed: unknown encoding: odd"),
         (b"\0", "cannot be parsed: source code string cannot contain null bytes"),
     ],
 )

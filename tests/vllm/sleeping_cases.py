@@ -25,7 +25,7 @@ from vllm.v1.worker import gpu_worker
 
 from kvshm import _native
 from kvshm._shm.statistics import STILL_MAPPED
-from kvshm.hooks.vllm import sleeping
+from kvshm.hooks.vllm import worker_side
 from kvshm.hooks.vllm import worker_side as worker_module
 from kvshm.hooks.vllm.identity.weights import weights_digest
 from kvshm.hooks.vllm.imports import at_once
@@ -123,10 +123,10 @@ def sleeps(pair: Pair, wakes: list[list[str] | None], level: int, direction: str
     first, mapped = a.cache.table.epoch, []
     a.backend.before = lambda: mapped.append(a.side._cache.transport._server.connections)
     # Where its own import is what the sleep waits for, it does not wait for its peer as well.
-    patience = sleeping.UNMAP_SECONDS if exporter is a else 0.0
+    patience = worker_side.UNMAP_SECONDS if exporter is a else 0.0
     with (
         held_copy() as held,
-        mock.patch.object(sleeping, "UNMAP_SECONDS", patience),
+        mock.patch.object(worker_side, "UNMAP_SECONDS", patience),
     ):
         name = begin_import(pair, exporter, importer, held)
         go_on_when(held, lambda: a.cache.table is None)
@@ -176,7 +176,7 @@ def peer_hangs(pair: Pair) -> None:
     a, b = pair.a, pair.b
     with (
         held_copy() as held,
-        mock.patch.object(sleeping, "UNMAP_SECONDS", 0.2),
+        mock.patch.object(worker_side, "UNMAP_SECONDS", 0.2),
     ):
         name = begin_import(pair, a, b, held)
         a.core.sleep(1)

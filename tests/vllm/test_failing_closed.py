@@ -222,7 +222,7 @@ def test_a_request_that_cannot_be_undone_is_ended(
     """Whatever the error: its blocks may not have come."""
     e = lenient()
     node = Failing(e, monkeypatch)
-    monkeypatch.setattr(node.side.importer.at_once, "_undo", broken)
+    monkeypatch.setattr(node.side.importer.at_once, "failed", broken)
     request = node.ask()
     node.schedule()
     node.run()

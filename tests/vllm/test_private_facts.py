@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvshm.hooks.vllm import plugin, shutdown
-from kvshm.hooks.vllm.exports.pool_watch import block_tables
+from kvshm.hooks.vllm.exports.pool_watch import TABLES, by_group
 
 from .played_core import NOTED, Calls
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
@@ -100,7 +100,7 @@ def test_a_requests_hashes_are_one_list_that_grows(engine: Make) -> None:
 
 def test_block_tables_are_kept_by_request(engine: Make) -> None:
     e = engine()
-    (tables,) = block_tables(e.scheduler.kv_cache_manager, 1)
+    (tables,) = by_group(e.scheduler.kv_cache_manager, TABLES, 1)
     e.add("a", prompt(2), max_tokens=1)
     e.schedule()
     assert [block.block_id for block in tables["a"]] == e.blocks_of("a") != []

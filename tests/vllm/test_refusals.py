@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
 import kvshm
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.groups import STATE
-from kvshm.hooks.vllm.identity.refusals import cache_refusal, config_refusal, layers_refusal
+from kvshm.hooks.vllm.identity.refusals import cache_refusal, config_refusal
 from kvshm.hooks.vllm.plain_connector import plain_connector
 from kvshm.hooks.vllm.plugin import touchpoint_refusal
 from kvshm.hooks.vllm.transfer_config import OUR_CONNECTOR
@@ -239,7 +239,7 @@ def test_layers_that_will_not_be_shared_show_in_the_configuration(
     tmp_path: Path, architecture: dict[str, Any], given: dict[str, Any], reason: str | None
 ) -> None:
     config = engine_config(tmp_path / "model", architecture, **given)
-    refusal = layers_refusal(config)
+    refusal = config_refusal(config, {})
     assert (refusal is None) == (reason is None)
     assert str(refusal).startswith(reason or "None")
 

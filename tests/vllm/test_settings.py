@@ -31,7 +31,6 @@ from kvshm._engine.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm._node.peers import QUARANTINE_FAILURES
 from kvshm.coordinator.in_process import serve
 from kvshm.hooks.vllm import plugin
-from kvshm.hooks.vllm.exports import pool_watch
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 
@@ -211,7 +210,10 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
 
 @pytest.mark.parametrize(
     ("touchpoint", "changed", "owner"),
-    [("FOR_EXPORT", ("get_new_blocks", "of_old"), "pool"), ("TABLES", "of_old", "manager")],
+    [
+        ("pool_watch.FOR_EXPORT", ("get_new_blocks", "of_old"), "pool"),
+        ("block_tracker.TABLES", "of_old", "manager"),
+    ],
 )
 def test_without_a_touchpoint_for_exports_it_imports_only(
     engine: Make,
@@ -223,7 +225,7 @@ def test_without_a_touchpoint_for_exports_it_imports_only(
 ) -> None:
     exporter = engine()
     compute(exporter)
-    monkeypatch.setattr(pool_watch, touchpoint, changed)
+    monkeypatch.setattr(f"kvshm.hooks.vllm.exports.{touchpoint}", changed)
     importer = engine()
     know(importer, exporter)
     assert imported(importer) == 3

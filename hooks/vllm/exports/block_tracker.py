@@ -18,7 +18,7 @@ Retracting what a step may write also makes a published block immutable: only a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvshm._base.ids import BlockId
@@ -34,7 +34,7 @@ from kvshm.halves import (
 from ..imports.request_import import LoadedBlocks
 from .kept_blocks import KeptBlocks
 from .pending_blocks import CompletedRuns, PendingBlocks
-from .pool_watch import block_tables, cached_counts
+from .pool_watch import CACHED, TABLES, by_group
 
 
 class TrackedRequest:
@@ -69,8 +69,9 @@ class BlockTracker:
         self._publisher = cache.publisher
         self._pool = manager.block_pool
         self.kept = KeptBlocks(cache, manager.block_pool)
-        self._tables = list(zip(groups.all, block_tables(manager, len(groups.all)), strict=True))
-        cached = cached_counts(manager, len(groups.all))
+        tables: list[Mapping[str, Sequence[Any]]] = by_group(manager, TABLES, len(groups.all))
+        self._tables = list(zip(groups.all, tables, strict=True))
+        cached = by_group(manager, CACHED, len(groups.all))
         self._cached = cached if any(group.window for group in groups.all) else []
         self._block_size = groups.all[0].block_size // groups.all[0].scale  # tokens per hash
         self._may_share = may_share
@@ -96,11 +97,6 @@ class BlockTracker:
     def untrack(self, request_id: str) -> None:
         """Forget a request that has ended.  Its computed blocks stay published."""
         self._requests.pop(request_id, None)
-
-    def shares(self, request_id: str) -> bool:
-        """Whether the request is running and may share its blocks."""
-        tracked = self._requests.get(request_id)
-        return tracked is not None and self._may_share(tracked.request)
 
     # -- changes, before the step that makes them is dispatched
 
@@ -206,8 +202,9 @@ class BlockTracker:
             self._marks.make_sound(blocks)
 
     def import_ended(self, request_id: str, good: Iterable[LoadedBlocks]) -> None:
-        """Publish what an import has filled if its request may share it."""
-        shown = self.shares(request_id)
+        """Publish what an import has filled if its request still runs and may share it."""
+        tracked = self._requests.get(request_id)
+        shown = tracked is not None and self._may_share(tracked.request)
         for loaded in good:
             self.blocks_loaded(loaded, shown, request_id)
 

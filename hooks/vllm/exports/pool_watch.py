@@ -6,7 +6,7 @@ in the scheduler, before the step that writes is dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvshm._base.ids import BlockId
@@ -17,7 +17,10 @@ FOR_SHARING = ("reset_prefix_cache",)
 """Without this method new weights would go unnoticed: the engine may neither export nor import."""
 FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
 TABLES = "req_to_blocks"
+"""The block tables; vLLM's ``get_blocks`` would cost seven calls."""
 CACHED = "num_cached_block"
+"""How many blocks vLLM has looked at to give them hashes: one before that without a hash gets none.
+"""
 
 
 class PoolListener(Protocol):
@@ -43,21 +46,11 @@ class PoolChanged(KvshmError):
     """Something that kvshm relies on is missing in vLLM's block pool; the message names it."""
 
 
-def block_tables(manager: Any, num_groups: int) -> list[Mapping[str, Sequence[Any]]]:
-    """Return the block tables of each group by request, as vLLM's block manager keeps them: its
-    ``get_blocks`` would cost seven calls.  Raises PoolChanged if this vLLM keeps them elsewhere."""
-    return _by_group(manager, TABLES, num_groups)
-
-
-def cached_counts(manager: Any, num_groups: int) -> list[Mapping[str, int]]:
-    """Return, for each group by request, how many blocks vLLM has looked at to give them hashes: a
-    block before that without one gets none.  Raises PoolChanged as well."""
-    return _by_group(manager, CACHED, num_groups)
-
-
-def _by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
+def by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
+    """Return what vLLM's block manager keeps of each request, in a dict for each group: TABLES or
+    CACHED.  Raises PoolChanged if this vLLM keeps it elsewhere."""
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
-    tables = [getattr(each, name, None) for each in managers]
+    tables = [getattr(of_group, name, None) for of_group in managers]
     if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
         raise PoolChanged(f"the block manager of this vLLM has no {name}")
     return tables
@@ -95,9 +88,7 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
     pool.reset_prefix_cache = reset_prefix_cache
 
 
-def watch_blocks(
-    pool: Any, listener: PoolListener, any_kept: Callable[[], bool] = lambda: False
-) -> None:
+def watch_blocks(pool: Any, listener: PoolListener, any_kept: Callable[[], bool]) -> None:
     """Call the listener for every change of a block, and first with how many are wanted if
     ``any_kept``.  Raises PoolChanged, with nothing wrapped, if that is impossible: the engine may
     not export then."""

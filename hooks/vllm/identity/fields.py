@@ -56,14 +56,14 @@ def rank_fields(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     models: Sequence[torch.nn.Module],
-    each: dict[object, bytes] | None = None,
+    digests: dict[object, bytes] | None = None,
 ) -> dict[str, str]:
     """Return this rank's fields of the fingerprint.  ``models``: the worker's model and, if any,
-    the model that drafts for it; ``each`` gets a digest of every weight.  Worker only; blocks while
+    the model that drafts for it; ``digests`` gets one of every weight.  Worker only; blocks while
     it reads all weights once.  Raises WeightsUnknown."""
     model, dtype = models[0], vllm_config.model_config.dtype
     return {
-        names.WEIGHTS: " draft ".join(weights_digest(model, each, dtype) for model in models),
+        names.WEIGHTS: " draft ".join(weights_digest(model, digests, dtype) for model in models),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),

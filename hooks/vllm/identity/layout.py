@@ -61,8 +61,10 @@ def regions_of(
     ]
     if None in splits:
         return f"the layers do not split their {kv_cache_config.num_blocks} blocks alike"
-    each = [str(split) for split in splits]
-    return _place(kv_cache_config, kv_caches, each[0] if len(set(each)) == 1 else ",".join(each))
+    counts = [str(split) for split in splits]
+    return _place(
+        kv_cache_config, kv_caches, counts[0] if len(set(counts)) == 1 else ",".join(counts)
+    )
 
 
 def _split(

@@ -59,7 +59,7 @@ class RankWeights:
         cannot be compared with those of other engines; empty if they can."""
         known = set(map(id, self.models))
         self.models = self._find()
-        watch_weights((each for each in self.models if id(each) not in known), self._changing)
+        watch_weights((model for model in self.models if id(model) not in known), self._changing)
         if not self.models:
             return "the model was not found, its weights are unknown"
         if self._code_now() != self._code:

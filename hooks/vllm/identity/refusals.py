@@ -7,7 +7,7 @@ the model show (several allocations, unknown weights), and an unknown vLLM (admi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvshm.config import Auto
 from kvshm.errors import TransportError
@@ -43,9 +43,11 @@ def config_refusal(
 
 def cache_device(vllm_config: VllmConfig) -> str:
     """Return the type of the device that holds the KV cache, as transports name it."""
+    from vllm.platforms import current_platform
+
     device = str(vllm_config.device_config.device_type)
     # On ROCm too vLLM's device type is "cuda".
-    return ROCM if device == "cuda" and _platform().is_rocm() else device
+    return ROCM if device == "cuda" and current_platform.is_rocm() else device
 
 
 def _transport_refusal(device: str, wanted: str) -> str | None:
@@ -59,22 +61,6 @@ def _transport_refusal(device: str, wanted: str) -> str | None:
         choose_transport(wanted, device)
     except TransportError as exc:
         return str(exc)
-    return None
-
-
-def layers_refusal(vllm_config: VllmConfig) -> str | None:
-    """Return why ``cache_refusal`` would refuse the KV cache of this model, or None; knows only
-    what the model's configuration shows.
-
-    The plugin asks this before there is a cache: an engine that is refused later pays for a
-    connector that does nothing.
-    """
-    model = vllm_config.model_config
-    try:
-        if model.is_hybrid or model.is_attention_free:
-            return STATE
-    except AttributeError as exc:
-        return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
     return None
 
 
@@ -95,12 +81,6 @@ def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> s
         if "expandable_segments:True" in environ.get(name, ""):
             return f"{name} has expandable_segments:True, which may move the KV cache"
     return None
-
-
-def _platform() -> Any:
-    from vllm.platforms import current_platform
-
-    return current_platform
 
 
 # The kind of model comes before prefix caching: vLLM itself turns prefix caching off for
@@ -137,4 +117,6 @@ _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "auxiliary outputs exist only for computed tokens (--enable-return-routed-experts)": lambda c: (
         c.aux_output_config.enabled
     ),
+    # ``cache_refusal`` says the same, but later: the engine would pay for an idle connector.
+    STATE: lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
 }

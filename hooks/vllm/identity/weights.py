@@ -75,19 +75,19 @@ def _announced(write: Callable[..., Any], calls: list[Callable[[], None]]) -> Ca
 
 def weights_digest(
     model: torch.nn.Module,
-    each: dict[object, bytes] | None = None,
+    digests: dict[object, bytes] | None = None,
     dtype: torch.dtype | None = None,
 ) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers, with names, shapes and types,
     of the weights that vLLM's CPU kernels have packed away, and of the modules' classes and floats.
-    ``each`` gets a digest of every tensor.  ``dtype``: in which the model computes; buffers that it
+    ``digests`` gets one of every tensor.  ``dtype``: in which the model computes; buffers that it
     converts in its first run have equal digests before and after.
 
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Equal weights on
     equal hardware have equal digests.  Raises WeightsUnknown.
     """
     tensors = chain(_tensors(model, dtype), _packed_tensors(model))
-    return digest_tensors(chain(model_modules(model), tensors), each)
+    return digest_tensors(chain(model_modules(model), tensors), digests)
 
 
 def _tensors(

@@ -1,14 +1,9 @@
 """Loads at once: imports that the step they are scheduled in waits for, as fast as a local hit.
 
 vLLM alone would deliver tokens that a step under way computes from bad blocks, and keep the bad
-blocks' hashes.  So kvshm wraps two of its methods::
-
-    matched         vLLM gives the request's blocks no hashes: no other request builds on them
-    output arrives  before vLLM handles the output: if the load arrived, the blocks get their
-                    hashes now; if it failed, the request is preempted with all its output under
-                    way dropped, as for a reset of vLLM's cache, and computed as usual
-
-If an attribute that this needs is missing in this vLLM, every import is asynchronous.
+blocks' hashes.  So kvshm wraps two of its methods (decision 0012): the blocks get no hash
+before the load has arrived, and the request of one that failed is preempted, with all its output
+under way dropped, before vLLM handles that output.
 """
 
 from __future__ import annotations
@@ -134,8 +129,15 @@ class AtOnce:
         """Drop everything that the request has computed on top of its blocks, in steps under way
         too, and have vLLM compute it again.  If it was preempted and matched again since, nothing
         is withheld, and there is nothing to do."""
-        if import_.withheld is not None:
-            self._undo(import_)
+        if import_.withheld is None:
+            return
+        request = self._scheduler.requests.get(import_.request_id)
+        if request is not None and not request.is_finished():
+            # Set first, so that vLLM delivers no token whatever happens below.
+            request.drop_stale_output = True
+            if request.status.name == "RUNNING":  # otherwise preempted meanwhile
+                self._preempt(request)
+        import_.withheld = None
 
     def undo_all(self, imports: Iterable[RequestImport]) -> None:
         """Treat the loads of these imports, which steps under way wait for, as ``failed``."""
@@ -149,15 +151,6 @@ class AtOnce:
                     log.line(HookLine.NOT_PREEMPTED, name, exc_info=True)
                 status = type(request.status).FINISHED_ERROR
                 self._scheduler.finish_requests(request.request_id, status)
-
-    def _undo(self, import_: RequestImport) -> None:
-        request = self._scheduler.requests.get(import_.request_id)
-        if request is not None and not request.is_finished():
-            # Set first, so that vLLM delivers no token whatever happens below.
-            request.drop_stale_output = True
-            if request.status.name == "RUNNING":  # otherwise preempted meanwhile
-                self._preempt(request)
-        import_.withheld = None
 
     def _preempt(self, request: Any) -> None:
         scheduler = self._scheduler
@@ -183,9 +176,9 @@ class ReadyPeers:
         """Epochs of the peers that each rank reports as attached."""
         self._late_until: dict[Epoch, float] = {}
 
-    def record_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
-        """Record which peers these ranks have attached; returns those that all ranks have."""
-        self.attached.update(by_rank)
+    @property
+    def everywhere(self) -> frozenset[Epoch]:
+        """The peers that all ranks have attached."""
         if len(self.attached) < self._num_ranks:
             return frozenset()
         return frozenset.intersection(*self.attached.values())
@@ -200,4 +193,4 @@ class ReadyPeers:
         """Whether a step may wait for copies from all of these."""
         now = self._clock()
         self._late_until = {e: until for e, until in self._late_until.items() if now < until}
-        return peers.isdisjoint(self._late_until) and peers <= self.record_attached({})
+        return peers.isdisjoint(self._late_until) and peers <= self.everywhere

@@ -1,33 +1,20 @@
 """Finds asynchronous loads that are lost: the second line of defence.
 
 vLLM holds a request back until every rank has reported its load, for ever if one does not.  Every
-load is reported whatever happens to it, so none should be lost; if one is::
-
-    allocated         vLLM holds the request back from now on
-    LOST_SECONDS on   it still does: every rank ends the load and forgets it
-    steps under way   end; a report that was on its way has arrived now
-    then              nobody will report the load: vLLM computes the request
-
-What vLLM knows of its request decides, and no record of kvshm's that may be what is wrong.
+load is reported whatever happens to it, so none should be lost.  If one is not within LOST_SECONDS,
+every rank ends and forgets it; when the steps under way have ended no report can arrive any more,
+and vLLM computes the request.  What vLLM knows of it decides, not kvshm's records.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 from kvshm._base.log import LogLimit, logger
-from kvshm.halves import MISS_NO_ROOM, SchedulerHalf
 
 from ...log_lines import HookLine
-from ..ranks import Ranks
 from ..vllm_scheduler import VllmScheduler
-
-if TYPE_CHECKING:
-    from ..exports.block_tracker import BlockTracker
-    from .importer import RequestImporter
 
 log = logger(__name__)
 
@@ -101,60 +88,3 @@ class HeldRequests:
                     self._goes_on[name] = 2 * pause
             if len(ended) < len(overdue) and self._log_limit.allows(HookLine.LOAD_GOES_ON):
                 log.line(HookLine.LOAD_GOES_ON, LOST_SECONDS)
-
-
-def compute_lost(
-    importer: RequestImporter,
-    tracker: BlockTracker | None,
-    vllm: VllmScheduler | None,
-    ranks: Ranks | None,
-) -> None:
-    """Have vLLM compute the requests whose loads are lost; may wait for the ranks if a load is
-    overdue."""
-    if vllm is None or ranks is None:
-        return
-    lost = importer.held.find_lost(vllm, ranks.end_loads)
-    for request_id in lost:
-        bad = importer.running.give_up(vllm.scheduler.requests[request_id])
-        if tracker is not None:
-            tracker.blocks_failed(bad)
-    if lost:
-        vllm.give_back(set(lost))
-        log.line(HookLine.LOADS_LOST, len(lost))
-
-
-def compute_lost_anyway(*about: Any) -> None:
-    """``compute_lost`` where a hook has failed, perhaps in it."""
-    with suppress(Exception):  # any, of vLLM's objects or of the ranks: the next step looks again
-        compute_lost(*about)
-
-
-def end_all_loads(
-    importer: RequestImporter, ranks: Ranks | None, end_epoch: Callable[[], None]
-) -> set[str]:
-    """End all loads now, without a step; returns the requests whose loads have ended."""
-    loads, ended = importer.running.under_way(), set(importer.unscheduled)
-    if not loads or ranks is None:
-        return ended
-    end_epoch()  # then no rank begins another copy
-    given_up = ranks.give_up(loads)
-    importer.running.discard_loads(given_up)
-    return given_up | ended
-
-
-def free_stuck(vllm: VllmScheduler | None, importer: RequestImporter, cache: SchedulerHalf) -> None:
-    """Give back the blocks of requests whose load has ended, if no request can run before they do
-    and there is no room for their rest.  For a step without tokens; they are computed then.
-
-    vLLM schedules nobody behind such a request.  There was room when the load began; but a session
-    may have taken it, and then wait behind that request, for ever.
-    """
-    if vllm is None or (room := importer.room) is None:
-        return
-    scheduler = vllm.scheduler
-    holding = list(scheduler.kv_holding_waiting)
-    if scheduler.running or scheduler.deferred_frees or all(map(room.has_room, holding)):
-        return
-    if stuck := {request.request_id for request in holding} & importer.unscheduled:
-        vllm.give_back(stuck)
-        cache.count(MISS_NO_ROOM, len(stuck))

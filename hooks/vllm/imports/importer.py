@@ -1,10 +1,4 @@
-"""The import of blocks: which requests get blocks from another engine, and with what result.
-
-new request      look up in the replica the blocks that this engine does not have
-blocks allocated lease the blocks and plan the load; a lost block is a load error
-step built       the load travels to the ranks, which copy and re-check
-output arrives   good blocks count as computed; vLLM computes the bad blocks itself
-"""
+"""The import of blocks: which requests get blocks from another engine, and with what result."""
 
 from __future__ import annotations
 
@@ -35,7 +29,7 @@ from .at_once import AtOnce, ReadyPeers
 from .held_requests import HeldRequests
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
-from .request_import import Load, NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
+from .request_import import NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
 from .running_loads import RunningLoads
 
 if TYPE_CHECKING:
@@ -305,15 +299,11 @@ class RequestImporter:
         import_ = self.imports.get(request_id)
         if import_ is None or import_.has_load:
             import_ = self._matching(request)
-        blocks = loaded_blocks(chain, parts, tables)
         import_.way = Way.ASYNCHRONOUS if import_.withheld is None else Way.AT_ONCE
-        load_id = self.running.new_id(import_)
-        order = LoadOrder.of_nothing(load_id, tuple(b for part in blocks for b in part.blocks))
-        import_.load = Load(order, next(iter(chain[start : start + 1]), None), blocks)
+        first_hash = next(iter(chain[start : start + 1]), None)
+        self.running.begin(import_, first_hash, loaded_blocks(chain, parts, tables))
         import_.forget_match()
-        import_.move_to(Stage.ALLOCATED)
         self.step.imports[request_id] = import_
-        self.running.begin(import_)
         return import_
 
     # -- the step

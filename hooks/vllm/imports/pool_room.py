@@ -77,8 +77,8 @@ class PoolRoom:
 
     def is_alone(self, request: Any) -> bool:
         """Whether the engine has no other request; a waiting one might join the same step."""
-        others = (each for each in self._requests.values() if each is not request)
-        return all(each.is_finished() for each in others)
+        others = (other for other in self._requests.values() if other is not request)
+        return all(other.is_finished() for other in others)
 
     def free(self) -> int:
         """Return the number of blocks that vLLM can hand out."""
@@ -88,7 +88,7 @@ class PoolRoom:
         """Whether vLLM admits an asynchronous load of ``num_blocks``, and will have room for the
         rest of the request's prompt after it.  vLLM reserves the blocks that prefills under way
         still need, and gives blocks to other requests during the load."""
-        missing = sum(self._missing(each) for each in self._requests.values())
+        missing = sum(map(self._missing, self._requests.values()))
         left = self.free() - missing
         kept = int(getattr(self._manager, "watermark_blocks", 0))
         spare = len(self._manager.block_pool.blocks) // SPARE

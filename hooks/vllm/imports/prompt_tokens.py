@@ -1,11 +1,5 @@
 """Where the tokens of each prompt came from, counted when vLLM schedules a request first.
 
-::
-
-    step built     first step of a request: vLLM's numbers of it are final now, unless the step
-                   waits for its import
-    import ended   that import: its tokens came from other engines, or have to be computed
-
 local + peer + computed are the prompt tokens of the requests that were scheduled.  What an import
 has not brought is taken off vLLM's numbers (docs/operations.md lists what differs from these).
 """

@@ -12,7 +12,7 @@ from kvshm._base.ids import BlockId, LoadId
 from kvshm.halves import LOADS_LOST, ONE_FULL_GROUP, LoadOrder, LoadReport, SchedulerHalf
 
 from .at_once import ReadyPeers
-from .request_import import RequestImport, Stage, Way
+from .request_import import Load, LoadedBlocks, RequestImport, Stage, Way
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
@@ -45,16 +45,19 @@ class RunningLoads:
         """The newest of these for each hash of a first block."""
         self._attempts = count()
 
-    def new_id(self, import_: RequestImport) -> LoadId:
-        """Return the id of a new load: its request's if it is one that vLLM knows."""
+    def begin(
+        self, import_: RequestImport, first_hash: bytes | None, blocks: tuple[LoadedBlocks, ...]
+    ) -> None:
+        """Give an import a load without copies yet, and count it as under way.  The load has its
+        request's id if it is one that vLLM knows."""
         is_asynchronous = import_.way is Way.ASYNCHRONOUS
-        return import_.request_id if is_asynchronous else next(self._attempts)
-
-    def begin(self, import_: RequestImport) -> None:
-        """Count an import as under way, whose load will be handed to the ranks."""
-        self.by_id[import_.load.order.load_id] = import_
-        if import_.load.first_hash is not None:
-            self._by_first_hash[import_.load.first_hash] = import_
+        load_id = import_.request_id if is_asynchronous else next(self._attempts)
+        targets = tuple(block for part in blocks for block in part.blocks)
+        import_.load = Load(LoadOrder.of_nothing(load_id, targets), first_hash, blocks)
+        import_.move_to(Stage.ALLOCATED)
+        self.by_id[load_id] = import_
+        if first_hash is not None:
+            self._by_first_hash[first_hash] = import_
 
     def has_twin(self, import_: RequestImport, first_hash: bytes) -> bool:
         """Whether the request is to wait, for TWIN_WAIT_SECONDS at most, for another one's import
@@ -153,11 +156,6 @@ class RunningLoads:
     def under_way(self) -> set[str]:
         """Requests that vLLM holds back because not every rank has reported their load."""
         return {i.request_id for i in self.by_id.values() if i.way is Way.ASYNCHRONOUS}
-
-    def discard_loads(self, request_ids: Iterable[str]) -> None:
-        """Finish loads without a result, which no rank will report."""
-        for request_id in request_ids:
-            self._finish(request_id)
 
     def give_up(self, request: Any) -> Set[BlockId]:
         """Finish a request's load that nobody will report; returns the blocks that it was to fill,

@@ -1,10 +1,5 @@
 """Trace spans of imports, below vLLM's span of the request (docs/operations.md, Traces).
 
-    kvshm.lookup    the last lookup before the request was scheduled
-    kvshm.lease     the leases of its plan
-    kvshm.copy      from the start of the first rank's copy to the end of the last one's
-    kvshm.recheck   the checks after it
-
 Spans are made when their time is over, and handed to OpenTelemetry's own thread: no step waits for
 a collector.  Unless vLLM traces (--otlp-traces-endpoint), OpenTelemetry is not imported.
 """
@@ -14,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshm._base.ids import Epoch
@@ -103,6 +99,22 @@ class Trace:
     peers: list[str] = field(default_factory=list)
 
 
+def _safely(method: Callable[..., None]) -> Callable[..., None]:
+    """End tracing with an error: the import has been dealt with, and must not count as failed."""
+
+    @wraps(method)
+    def call(self: ImportTracer, *args: Any) -> None:
+        if self._tracer is None:
+            return
+        try:
+            method(self, *args)
+        except Exception:  # any, of OpenTelemetry's
+            self._tracer = None
+            log.line(HookLine.SPANS_ENDED, exc_info=True)
+
+    return call
+
+
 class ImportTracer:
     """Makes spans of the imports of requests that carry a trace's headers; listens when one was
     matched, leased and ended.  Scheduler's thread."""
@@ -116,21 +128,9 @@ class ImportTracer:
         """Return the ``start`` of ``matched`` or ``leased``."""
         return Start(time.time_ns(), self._misses())
 
+    @_safely
     def matched(self, import_: RequestImport, local_tokens: int, start: Start) -> None:
         """A request was looked up."""
-        self._safely(self._matched, import_, local_tokens, start)
-
-    def leased(self, import_: RequestImport, plan: Plan | None, start: Start) -> None:
-        """Blocks were allocated, and those of the plan leased if anything is to be loaded."""
-        self._safely(self._leased, import_, plan, start)
-
-    def ended(self, import_: RequestImport) -> None:
-        """Its load has ended, or its request before anything was allocated."""
-        self._safely(self._ended, import_)
-
-    # -- the spans
-
-    def _matched(self, import_: RequestImport, local_tokens: int, start: Start) -> None:
         request, plan = import_.request, import_.plan
         if import_.trace is None:
             if (parent := parent_of(request.trace_headers)) is None:
@@ -152,7 +152,9 @@ class ImportTracer:
     def _add_lookup(self, trace: Trace) -> None:
         self._add("lookup", trace.parent, trace.started, trace.ended, trace.about)
 
-    def _leased(self, import_: RequestImport, plan: Plan | None, start: Start) -> None:
+    @_safely
+    def leased(self, import_: RequestImport, plan: Plan | None, start: Start) -> None:
+        """Blocks were allocated, and those of the plan leased if anything is to be loaded."""
         ended, trace = time.time_ns(), import_.trace
         self._add_lookup(trace)
         if not import_.has_load:
@@ -169,7 +171,9 @@ class ImportTracer:
         }
         self._add("lease", trace.parent, start.at, ended, about)
 
-    def _ended(self, import_: RequestImport) -> None:
+    @_safely
+    def ended(self, import_: RequestImport) -> None:
+        """Its load has ended, or its request before anything was allocated."""
         trace, import_.trace = import_.trace, None
         if import_.has_load:
             self._loaded(import_.load, trace)
@@ -201,21 +205,12 @@ class ImportTracer:
         self._add("recheck", trace.parent, at[1], at[2], about)
 
     def _add(self, name: str, parent: Context, start: int, end: int, about: Attributes) -> None:
-        assert self._tracer is not None  # ``_safely`` calls nothing then
+        assert self._tracer is not None  # else ``_safely`` calls nothing
         known = {f"kvshm.{key}": value for key, value in about.items() if value not in ("", [])}
         span = self._tracer.start_span(
             f"kvshm.{name}", context=parent, start_time=start, attributes=known
         )
         span.end(end)
-
-    def _safely(self, method: Callable[..., None], *args: Any) -> None:
-        if self._tracer is None:
-            return
-        try:
-            method(*args)
-        except Exception:  # any: the import has been dealt with, and must not count as failed
-            self._tracer = None
-            log.line(HookLine.SPANS_ENDED, exc_info=True)
 
     # -- why not
 
