@@ -171,6 +171,10 @@ class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strang
     """The incompatible engines, the most similar first."""
 
 
+OTHER_VERSION = "other-version"
+"""The code of a refusal whose remedy is another version of kvshm."""
+
+
 class Refused(Message, frozen=True, tag="refused"):
     """The engine gets no place in the roster; ``retry``: the same Join may succeed soon."""
 
@@ -178,6 +182,8 @@ class Refused(Message, frozen=True, tag="refused"):
     reason: str
     remedy: str
     retry: bool
+    code: str = ""
+    """What kind of refusal it is, for programs: OTHER_VERSION, or empty."""
 
 
 class JoinFirst(Message, frozen=True, tag="join-first"):
