@@ -28,6 +28,8 @@ class Refusal(NamedTuple):
     reason: str
     remedy: str
     retry: bool = False
+    code: str = ""
+    """As in Refused."""
 
 
 # -- inputs

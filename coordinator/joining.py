@@ -9,6 +9,7 @@ from kvshm._base.ids import NO_LEASE_BIT
 from kvshm._node.protocol import (
     FINGERPRINT_BYTES,
     MAX_FIELDS_CHARACTERS,
+    OTHER_VERSION,
     PROTOCOL_VERSION,
     EngineInfo,
     EngineJoined,
@@ -93,7 +94,8 @@ def refuse_version(what: str, mismatch: VersionMismatch, engine_version: str) ->
     else:
         newer = engine_version or "the engine's version"
         remedy = f"upgrade kvshm in the coordinator's environment to {newer}, restart it"
-    return Refusal(f"the engine has {theirs}, the coordinator {ours}", remedy)
+    reason = f"the engine has {theirs}, the coordinator {ours}"
+    return Refusal(reason, remedy, code=OTHER_VERSION)
 
 
 def _refuse_message(engine: EngineInfo) -> Refusal | None:
@@ -137,10 +139,10 @@ def refuse(
     state: State, sender: Sender, engine: EngineInfo | ForeignEngine, refusal: Refusal
 ) -> list[Action]:
     """Tell the engine why it is refused; logged once for each sender and reason."""
-    reason, remedy, retry = refusal
-    reply = Refused(engine_epoch=engine.epoch, reason=reason, remedy=remedy, retry=retry)
-    about = {"engine": engine.name, "remedy": remedy}
-    return [SendReply(sender.route, reply), *state.report(sender, Event.REFUSED, reason, **about)]
+    reply = Refused(engine_epoch=engine.epoch, **refusal._asdict())
+    about = {"engine": engine.name, "remedy": refusal.remedy}
+    lines = state.report(sender, Event.REFUSED, refusal.reason, **about)
+    return [SendReply(sender.route, reply), *lines]
 
 
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:

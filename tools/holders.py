@@ -83,7 +83,7 @@ def _rows(reader: NodeReader, space: NamespaceReading, now_ns: int) -> Iterator[
 
 def _about(bit: int, space: NamespaceReading, now_ns: int) -> Json:
     """Who leases with this bit: an engine whose table is known, one that other engines know, as
-    after its end, or one that nobody knows."""
+    after its end, or an unknown one."""
     with_bit = [e for e in space.engines if e.lease_bit == bit]
     if with_bit:
         return _of_engine(bit, min(with_bit, key=lambda e: e.owner_died), now_ns)

@@ -30,7 +30,7 @@ from .output import Json
 TAG_BYTES = 8
 _Held = Mapping[Epoch, Mapping[int, Slot]]
 """Slots in use, by epoch of the engine and block id."""
-_NOBODY = dict.fromkeys(("engine", "epoch", "pid", "alive"))
+_UNKNOWN = dict.fromkeys(("engine", "epoch", "pid", "alive"))
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _life(word: int, epoch: int) -> str:
 def _holders(engines: list[Json]) -> dict[int, Json]:
     """Lease bit -> the engine whose table claims that bit; a living engine takes precedence."""
     return {
-        engine["lease_bit"]: {"bit": engine["lease_bit"], **{key: engine[key] for key in _NOBODY}}
+        engine["lease_bit"]: {"bit": engine["lease_bit"], **{key: engine[key] for key in _UNKNOWN}}
         for engine in sorted(engines, key=lambda engine: bool(engine["alive"]))
         if engine["lease_bit"] is not None
     }
@@ -216,7 +216,7 @@ def _blocks(
                 "published_ms": slot.published_ms,
                 "held_seconds": _held_for(slot, now),
                 "references": slot.leases.bit_count(),
-                "holders": [holders.get(bit, {"bit": bit, **_NOBODY}) for bit in bits],
+                "holders": [holders.get(bit, {"bit": bit, **_UNKNOWN}) for bit in bits],
             }
 
 

@@ -20,7 +20,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
 
 
 def _seal(fd: int) -> None:
-    """Fix the size for good (nobody can shorten a peer's mapping: no SIGBUS) and, if the kernel
+    """Fix the size for good (a peer's mapping cannot be shortened: no SIGBUS) and, if the kernel
     can, refuse further writable mappings."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     with suppress(OSError):

@@ -13,6 +13,7 @@ from kvshm._base.syncpoints import SyncPoint, sync_point
 from kvshm._node import incompatible
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import (
+    OTHER_VERSION,
     EngineGone,
     EngineInfo,
     EngineJoined,
@@ -102,7 +103,8 @@ class RosterHandler:
                 log.line(CoreLine.REFUSED, reply.reason, reply.remedy)
             self.refusal = text
             self.refused = None if reply.retry else state.table.epoch
-            state.table.log_error(reply.remedy, reply.reason, code=ErrorCode.REFUSED)
+            code = ErrorCode.OTHER_VERSION if reply.code == OTHER_VERSION else ErrorCode.REFUSED
+            state.table.log_error(reply.remedy, reply.reason, code=code)
             return
         self.refusal = ""
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))

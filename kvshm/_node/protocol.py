@@ -155,6 +155,10 @@ class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strang
     incompatible: list[IncompatibleEngine]
 
 
+OTHER_VERSION = "other-version"
+"""The code of a refusal whose remedy is another version of kvshm."""
+
+
 class Refused(Message, frozen=True, tag="refused"):
     """The engine gets no place in the roster; ``retry``: the same Join may succeed soon."""
 
@@ -162,6 +166,8 @@ class Refused(Message, frozen=True, tag="refused"):
     reason: str
     remedy: str
     retry: bool
+    code: str = ""
+    """What kind of refusal it is, for programs: OTHER_VERSION, or empty."""
 
 
 class JoinFirst(Message, frozen=True, tag="join-first"):

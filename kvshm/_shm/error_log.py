@@ -25,7 +25,7 @@ class ErrorCode(StrEnum):
     CANNOT_SHARE = "cannot-share", 1, "cannot share with {}: {} {}"
     """With an engine of this name; the first field that differs; its values and other fields."""
     REFUSED = "refused", 2, "refused: {}; {}"
-    """By the coordinator: the remedy, and the reason."""
+    """By the coordinator: the remedy, and the reason.  Like OTHER_VERSION."""
     NO_LEASE_BIT = (
         "no-lease-bit",
         3,
@@ -34,6 +34,7 @@ class ErrorCode(StrEnum):
     LOAD_FAILED = "load-failed", 4, "{}"
     HOOK_FAILED = "hook-failed", 5, "{}"
     WEIGHTS_WRITTEN = "weights-written", 6, "{}"
+    OTHER_VERSION = "other-version", 7, "refused: {}; {}"
     UNKNOWN = "unknown", -1, "{}"
     """A number that only another version knows, or a damaged entry.  Never written."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvshm._node.protocol import (
     MAX_FIELDS_CHARACTERS,
+    OTHER_VERSION,
     PROTOCOL_VERSION,
     Command,
     EngineEvents,
@@ -191,7 +192,7 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
     assert reply.engine_epoch == 5
     for named in (f"protocol {protocol} (kvshm 9.8)", f"{PROTOCOL_VERSION} (kvshm {__version__})"):
         assert named in reply.reason
-    assert remedy in reply.remedy
+    assert (remedy in reply.remedy, reply.code) == (True, OTHER_VERSION)
     assert not state.engines
 
 
@@ -201,7 +202,7 @@ def test_refused_by_the_shells_findings() -> None:
     actions = decide(state, CheckResult(sender_of(engine(5)), message, refusal), 0.0)
     (reply,) = [a.message for a in only(actions, SendReply)]
     assert isinstance(reply, Refused)
-    assert (reply.engine_epoch, reply.retry) == (5, True)
+    assert (reply.engine_epoch, reply.retry, reply.code) == (5, True, "")
     assert (reply.reason, reply.remedy) == ("cannot be fetched", "one run directory")
     assert not state.engines
 

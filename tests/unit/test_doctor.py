@@ -231,7 +231,8 @@ def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Serv
     two[0].table.log_error("b", "kv_dtype", values, code=ErrorCode.CANNOT_SHARE)
     mismatch = VersionMismatch("protocol", 4, 3)
     refusal = refuse_version("protocol", mismatch, "9.0")
-    two[1].table.log_error(refusal.remedy, refusal.reason, code=ErrorCode.REFUSED)
+    two[0].table.log_error(refusal.remedy, refusal.reason, code=ErrorCode.REFUSED)
+    two[1].table.log_error(refusal.remedy, refusal.reason, code=ErrorCode.OTHER_VERSION)
     seen = look(served)
     assert engines.fingerprints(seen) == (
         Result.WARNING,

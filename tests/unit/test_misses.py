@@ -16,7 +16,14 @@ from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHan
 from kvshm._node import incompatible
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
-from kvshm._node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
+from kvshm._node.protocol import (
+    OTHER_VERSION,
+    IncompatibleEngine,
+    IncompatibleJoined,
+    Joined,
+    Refused,
+    Tick,
+)
 from kvshm._shm import statistics as c
 from kvshm._shm.error_log import TEXT_BYTES, ErrorCode, LoggedError
 from kvshm._shm.own_slot_table import TableSpec
@@ -286,6 +293,22 @@ def test_a_refusal_is_told_of_the_present_epoch_only(
         handler.apply(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
     assert "refuses this engine: r; do" in caplog.text
     assert [error.text for error in state.table.errors()] == ["refused: do; r"], "for tools"
+
+
+@pytest.mark.parametrize(
+    ("sent", "recorded"),
+    [
+        (OTHER_VERSION, ErrorCode.OTHER_VERSION),
+        ("", ErrorCode.REFUSED),
+        ("of-a-later-version", ErrorCode.REFUSED),
+    ],
+)
+def test_a_refusal_for_another_version_has_a_code_of_its_own(
+    state: EpochState, handler: RosterHandler, sent: str, recorded: ErrorCode
+) -> None:
+    handler.apply(Refused(engine_epoch=OWN_EPOCH, reason="r", remedy="do", retry=False, code=sent))
+    (error,) = state.table.errors()
+    assert (error.code, error.text) == (recorded, "refused: do; r")
 
 
 def test_one_that_joins_without_a_lease_bit_leaves_word_for_tools(

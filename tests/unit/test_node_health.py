@@ -108,11 +108,12 @@ def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said()
 
 def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
     text = "refused: upgrade kvshm in the coordinator's environment"
-    refusal = LoggedError(3, 1, 2, text, ErrorCode.REFUSED)
-    health = found(joined=False, errors=(refusal,))
-    assert health.state is State.DEGRADED
-    assert health.reasons == (f"it is not in the coordinator's roster: {refusal.text}",)
-    assert found(errors=(refusal,)).state is State.HEALTHY, "it has joined since"
+    for code in (ErrorCode.REFUSED, ErrorCode.OTHER_VERSION):
+        refusal = LoggedError(3, 1, 2, text, code)
+        health = found(joined=False, errors=(refusal,))
+        assert health.state is State.DEGRADED
+        assert health.reasons == (f"it is not in the coordinator's roster: {refusal.text}",)
+        assert found(errors=(refusal,)).state is State.HEALTHY, "it has joined since"
 
 
 def test_an_engine_without_a_lease_bit_is_degraded() -> None:

@@ -1,4 +1,4 @@
-"""A file for a bug report: what was found, without what is nobody else's business.
+"""A file for a bug report: what was found, without private data.
 
 Left out or replaced: block hashes, environments but for KVSHM_* and a short list, command lines,
 the names of users and of the machine, home directories.  The names of models stay, but for a home

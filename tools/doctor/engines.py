@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import permutations
 
+from kvshm._shm.error_log import ErrorCode
+
 from ..node.health import Code, State
-from ..node.logged import difference, other_versions
 from ..node.reading import EngineReading
 from ..top.copies import find_copies
 from ..top.rates import measure
@@ -54,10 +55,10 @@ def hook_errors(seen: Evidence) -> Finding:
 def versions(seen: Evidence) -> Finding:
     """Segments of another layout or that make no sense, and coordinators of another version."""
     logged = [
-        f"{engine.label}: {text}"
+        f"{engine.label}: {error.text}"
         for engine in seen.reading.engines
-        if not engine.joined
-        for text in other_versions(engine.errors)
+        for error in engine.errors
+        if error.code is ErrorCode.OTHER_VERSION and not engine.joined
     ]
     if not seen.reading.namespaces:
         return not_applicable(NO_ENGINE)
@@ -78,10 +79,9 @@ def fingerprints(seen: Evidence) -> Finding:
     found: dict[frozenset[str], str] = {}
     for space in seen.reading.namespaces:
         for engine, other in permutations(space.engines, 2):
-            met = difference(engine.errors, other.name) if other.model == engine.model else None
-            if met is not None:
+            for _, text in engine.differences(other.name) if other.model == engine.model else ():
                 pair = frozenset((space.name, engine.name, other.name))
-                found.setdefault(pair, f"{engine.label}: {met[1]}")
+                found.setdefault(pair, f"{engine.label}: {text}")
     good = "no engine differs from another one of its model"
     return _of_engines(seen, list(found.values()), good, warning)
 

@@ -22,7 +22,7 @@ from .evidence import Evidence
 from .machine import file_system
 from .processes import Process
 
-NOBODY = "no engine process of this user is seen"
+NO_PROCESS = "no engine process of this user is seen"
 
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "afs", "beegfs"}
 NETWORK |= {"glusterfs", "fuse.glusterfs", "fuse.sshfs"}
@@ -49,7 +49,7 @@ def run_file_system(seen: Evidence) -> Finding:
 def elsewhere(seen: Evidence) -> Finding:
     """Engines that could share with those of this run directory and do not look here."""
     if not seen.processes.enabled:
-        return not_applicable(NOBODY)
+        return not_applicable(NO_PROCESS)
     pids_by_place = defaultdict(list)
     for process in seen.processes.enabled:
         if place := _other_place(process, seen):

@@ -15,7 +15,7 @@ from .place import using_this
 from .processes import Process
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-NOBODY = "no process in which kvshm is enabled uses this run directory"
+NO_PROCESS = "no process in which kvshm is enabled uses this run directory"
 
 
 def own_settings(seen: Evidence) -> Finding:
@@ -43,7 +43,7 @@ def _warnings(process: Process) -> Iterator[str]:
 def hash_seeds(seen: Evidence) -> Finding:
     """Without the variable vLLM's default hash starts from a fixed one."""
     if not (here := using_this(seen)):
-        return not_applicable(NOBODY)
+        return not_applicable(NO_PROCESS)
     by_seed = defaultdict(list)
     for process in here:
         by_seed[process.environ.get("PYTHONHASHSEED")].append(str(process.pid))
@@ -87,7 +87,7 @@ def _of_all(
 ) -> Finding:
     """Each text once, with the processes for which it was found."""
     if not (here := using_this(seen)):
-        return not_applicable(NOBODY)
+        return not_applicable(NO_PROCESS)
     texts = defaultdict(list)
     for process in here:
         for text in find(process):

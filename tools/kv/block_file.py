@@ -151,7 +151,9 @@ def _folder_beside(path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
     try:
         with ExitStack() as locked:
-            with suppress(OSError):  # no locks on this filesystem: then nobody removes the folder
+            with suppress(
+                OSError
+            ):  # no locks on this filesystem: then no process removes the folder
                 locked.enter_context(_locked(folder))
             yield folder
     finally:

@@ -99,7 +99,7 @@ class FileEngine:
         """The epoch in which the blocks are published."""
 
     def open(self) -> None:
-        """Begin to join the node, which goes on in the background."""
+        """Start to join the node, in the background."""
         infos = [
             RankInfo(os.getpid(), rank.half.transport.export(Epoch(0))) for rank in self._ranks
         ]

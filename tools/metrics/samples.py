@@ -18,7 +18,6 @@ from kvshm._shm.statistics import Histogram
 from kvshm.version import __version__
 
 from ..node.health import EngineHealth, NamespaceHealth, State, judge_node
-from ..node.logged import difference
 from ..node.reading import EngineReading, NamespaceReading, NodeReading, PeerReading
 from ..output import clean
 from .definitions import METRICS, Kind
@@ -198,5 +197,5 @@ def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[s
     for other in space.engines:
         ended = other.owner_died or other.retired
         if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:
-            found = difference(engine.errors, other.name)
-            yield other.label, found[0] if found else ""
+            field, _ = next(engine.differences(other.name), ("", ""))
+            yield other.label, field

@@ -19,7 +19,6 @@ from kvshm._base.ids import Epoch
 from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.progress import SCHEDULER_LOOP, LoopProgress
 
-from .logged import difference, last_of
 from .reading import EngineReading, NamespaceReading, NodeReading
 
 SCHEDULER_SECONDS = 60.0
@@ -274,7 +273,7 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[Rea
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
         yield Reason(Code.NOT_OPENED, f"ranks that have not opened the epoch: {ranks}")
     if space.coordinated and not engine.joined:
-        why = last_of(ErrorCode.REFUSED, engine.errors)
+        why = engine.last_error(ErrorCode.REFUSED, ErrorCode.OTHER_VERSION)
         text = "it is not in the coordinator's roster" + (f": {why}" if why else "")
         yield Reason(Code.NOT_JOINED, text)
 
@@ -303,10 +302,9 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[Reason]:
     alike = {e.name for e in others if e.model == engine.model}
     if not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
-    for error in reversed(engine.errors):
-        if any(difference((error,), name) for name in alike):
-            yield Reason(Code.ALONE, f"shares with nobody here: {error.text}")
-            return
+    for _, text in engine.differences(*alike):
+        yield Reason(Code.ALONE, f"shares with nobody here: {text}")
+        return
 
 
 def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[Reason]:
@@ -314,9 +312,9 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     held = _seconds(oldest, now_ns) if engine.clock_known else 0.0
     if held > limits.load:
         yield Reason(Code.LONG_LOAD, f"a load holds its leases for {held:.0f} s")
-    if engine.joined and engine.lease_bit is None:
-        why = last_of(ErrorCode.NO_LEASE_BIT, engine.errors)
-        yield from [Reason(Code.NO_LEASE_BIT, why)] if why else []
+    why = engine.last_error(ErrorCode.NO_LEASE_BIT)
+    if why and engine.joined and engine.lease_bit is None:
+        yield Reason(Code.NO_LEASE_BIT, why)
     if mismatched := engine.counters["mismatched"]:
         why = f"{mismatched} copied blocks differed from what was published"
         yield Reason(Code.MISMATCHED, why)

@@ -65,14 +65,14 @@ class MappedEngine:
         self.gone_since: float | None = None
         """When its socket, or its process, was first seen to be gone."""
         self.pid_here: int | None = None
-        """As of ``EngineReading``; None: nobody has looked."""
+        """As of ``EngineReading``; None: not looked up yet."""
         self.peers: tuple[PeerReading, ...] | None = None
         """Of the last look at its replica; None: it has not been looked at."""
         self._replica_until = self._ask_again = 0.0
 
     @property
     def ended(self) -> bool:
-        """Whether nobody serves the socket, and nothing was mapped before."""
+        """Whether no process serves the socket, and nothing was mapped before."""
         return self.table is None and TABLE_KIND not in self.problems
 
     def name(self, kind: str) -> SegmentName:

@@ -224,7 +224,7 @@ class NodeReader:
         self, space: str, engines: Sequence[EngineReading]
     ) -> tuple[bool, set[Epoch]]:
         """Whether the coordinator answers, and the engines in its roster.  It is asked only about
-        engines in whose tables it has not shown itself lately; about nobody if there are none."""
+        engines in whose tables it has not shown itself lately, if any."""
         now, segments = self._clock(), SegmentClient(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
         seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not known
@@ -265,8 +265,8 @@ class NodeReader:
 
 
 def _count(tables: Sequence[SlotTableView]) -> dict[Epoch, Blocks]:
-    """Count the blocks of one namespace's tables; leaves out tables that cannot be read.  Nobody
-    reads the blocks of engines that have ended."""
+    """Count the blocks of one namespace's tables; leaves out tables that cannot be read.
+    Blocks of engines that have ended are unused."""
     ended = [table for table in tables if table.died or table.retired]
     none = {Epoch(table.epoch): Blocks(table.num_blocks) for table in ended}
     return none | _census([table for table in tables if table not in ended])

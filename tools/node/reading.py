@@ -12,8 +12,9 @@ from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
 from kvshm._base.log import engine_name
 from kvshm._base.time_namespace import on_own_clock
+from kvshm._node.incompatible import differing_field
 from kvshm._replica.index_layout import Row
-from kvshm._shm.error_log import LoggedError
+from kvshm._shm.error_log import ErrorCode, LoggedError
 from kvshm._shm.histograms import Distribution
 from kvshm._shm.layout import RowState
 from kvshm._shm.progress import COORDINATOR_LOOP, SCHEDULER_LOOP, LoopProgress
@@ -148,6 +149,18 @@ class EngineReading(EngineHeader):
         """By what a user may call it: its name, its pid, or its epoch in hexadecimal."""
         epoch = f"{self.epoch:016x}"
         return self.label, self.name, str(self.pid), epoch, f"0x{epoch}"
+
+    def last_error(self, *codes: ErrorCode) -> str:
+        """The text of the most recent error with one of these codes; empty if there is none."""
+        return next((error.text for error in reversed(self.errors) if error.code in codes), "")
+
+    def differences(self, *names: str) -> Iterator[tuple[str, str]]:
+        """The errors about engines with these names that it cannot share with, the most recent
+        first: the first field that differs, and the whole text."""
+        for error in reversed(self.errors):
+            for name in names:
+                if (field := differing_field(error, name)) is not None:
+                    yield field, error.text
 
 
 @dataclass(frozen=True)

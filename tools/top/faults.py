@@ -21,7 +21,7 @@ class Fault:
     """One thing that is wrong, or was."""
 
     kind: str
-    """"state" (as it is now), "alone" (an engine that nobody can share with, now), "slow" (a path,
+    """"state" (as it is now), "alone" (an engine that none can share with, now), "slow" (a path,
     now), or "log" (an engine has recorded it)."""
     engines: tuple[str, ...]
     """Labels of those concerned; empty: a coordinator."""

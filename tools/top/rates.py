@@ -51,7 +51,7 @@ class Rates:
     """An engine is missing if it was not there at both looks, and did not start between them."""
 
     def a_second(self, count: int) -> float | None:
-        """So many a second; None if that is not known."""
+        """The count per second; None if that is not known."""
         return count / self.seconds if self.seconds else None
 
     def of(self, engine: EngineReading) -> Change:

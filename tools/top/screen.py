@@ -135,7 +135,7 @@ class Screen:
 
 
 def _keyboard() -> list[int]:
-    """The descriptor from which keys come; none if nobody can type."""
+    """The descriptor from which keys come; none without a keyboard."""
     typing = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
     return [sys.stdin.fileno()] if typing else []
 

@@ -193,7 +193,7 @@ def _totals(
 
 
 def _worst_lag(shown: Sequence[EngineHealth]) -> float | None:
-    """Replicas of dead engines and entries of dead engines do not count: nobody uses them."""
+    """Replicas of dead engines and entries of dead engines do not count: they are unused."""
     live = {each.engine.epoch for each in shown if each.live and not each.engine.retired}
     lags = [
         peer.lag_seconds

@@ -165,7 +165,7 @@ class PeerMappings:
             self._end_change(mapping.key, None)
 
     def close(self) -> None:
-        """Unmap what nobody has released.  Nothing may read it any more."""
+        """Unmap the rest.  Nothing may read it any more."""
         for mapping in list(self._open.values()):
             mapping.users = 1
             self.release(mapping)

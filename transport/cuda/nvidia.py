@@ -44,7 +44,7 @@ _BLOCKING_WITHOUT_TIMING = 3
 _NON_BLOCKING = 1
 _SHARED_STEP = 2 << 20
 _POOL_KEEPS_BYTES = 8 << 20
-"""What a pool keeps when nobody uses it: more than the tables and ids of copies take."""
+"""What an unused pool keeps: more than the tables and ids of copies take."""
 _INVALID_CONTEXT = cu.CUresult.CUDA_ERROR_INVALID_CONTEXT.name
 _EQUAL_PIDS = (
     "CUDA says so where the exporter has the importer's PID ({}) in another PID namespace; give "
