@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from kvshm._shm.layout import TOMBSTONE_BYTES, index_bytes, table_bytes
 from kvshm.coordinator.__main__ import EXIT_EXHAUSTED, EXIT_RUN_DIRECTORY, EXIT_USAGE
 from kvshm.tools import cli
 
@@ -194,13 +193,6 @@ def test_pods_of_one_node_make_the_run_directory_before_they_need_it() -> None:
 
 
 # -- the page
-
-
-def test_sizes_on_the_page_are_the_real_ones() -> None:
-    assert f"100,000 blocks, 1 rank: {table_bytes(100_000, 1):,}" in PAGE
-    assert table_bytes(1000, 3) == 32768 + (64 + 8 * 3) * 1000
-    assert f"1,048,576 entries: {index_bytes(1 << 20):,}" in PAGE
-    assert f"100,000 blocks: {100_000 * TOMBSTONE_BYTES:,}" in PAGE
 
 
 def commands() -> list[str]:

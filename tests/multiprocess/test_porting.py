@@ -63,16 +63,6 @@ def test_the_steps_end_with_the_example() -> None:
     assert [*steps()][-1][1] == TINY.read_text("utf-8")
 
 
-def test_the_guide_says_how_long_the_engine_is() -> None:
-    assert f"{len(ALONE.read_text('utf-8').splitlines())} lines" in GUIDE
-
-
-def test_the_guide_shows_where_blocks_get_new_contents() -> None:
-    shown = re.findall(r"^```python\n(    def .*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
-    assert [text.split("(")[0].strip() for text in shown] == ["def take"]
-    assert shown[0] in ALONE.read_text("utf-8")
-
-
 def engine_of(source: str) -> Any:
     """Return the class ``Engine`` of an engine's source."""
     module = types.ModuleType("engine")

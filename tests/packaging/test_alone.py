@@ -34,7 +34,6 @@ NODE = "takes its time, for the same modules as test_node.py"
 CALLS = "takes its time, for the same modules as test_compat_refused.py"
 FOLDERS = {
     "tests/unit": {
-        "test_architecture_docs.py": "looks at the sources",
         "test_api_docs.py": "looks at the sources",
         "test_hooks_of_transformers.py": "looks at the sources",
         "test_command_pages.py": "looks at the tree: pages",
@@ -43,11 +42,9 @@ FOLDERS = {
         "test_docs_map.py": "looks at the tree: the map of the pages, and the sizes of folders",
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_log_lines.py": "looks at the sources for the lines they log",
-        "test_operations_docs.py": "looks at the sources for the reasons they give",
         "test_vllm_facts.py": "looks at the tree: docs/vllm-facts.toml, and what it names",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
         "test_layout_docs.py": "compares a page and a C header with the layout",
-        "test_layout_drawings.py": "compares a page with the layout",
         "test_log.py::test_every_logger_of_the_product_is_one_of_these": "looks at the sources",
         "test_roles.py": "asks mypy, which is not installed there",
         "test_transport_types.py": "asks mypy, which is not installed there",
