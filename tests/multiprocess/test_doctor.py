@@ -71,15 +71,6 @@ def test_on_a_healthy_node_nothing_is_a_problem(node: Node) -> None:
     started[0].kill()
 
 
-def test_a_stopped_coordinator_is_a_problem(node: Node) -> None:
-    coordinator = node.coordinator()
-    assert results(node)["coordinator"] == ("ok", "it answers")
-    coordinator.signal(signal.SIGSTOP)
-    wait_until(lambda: coordinator.is_stopped, "it stops")
-    result, told = results(node)["coordinator"]
-    assert (result, "coordinator stalled: it does not answer" in told) == ("problem", True)
-
-
 NEWER = (
     "import sys; from kvshm._node import protocol; protocol.PROTOCOL_VERSION += 1; "
     "from kvshm.coordinator.__main__ import main; sys.exit(main(sys.argv[1:]))"

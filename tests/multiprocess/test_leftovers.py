@@ -176,17 +176,6 @@ def test_a_coordinator_that_has_lost_its_lock_file_keeps_its_place(node: Node) -
     start(node, 3, "--requests", "30").wait_out(lambda line: line.startswith("{"))
 
 
-def test_a_lock_file_that_was_removed_is_made_again(node: Node) -> None:
-    coordinator = node.coordinator()
-    lock_path(node.run_dir, node.namespace).unlink()
-    coordinator.wait_err("event=restored")
-    second = node.start_coordinator()
-    assert second.wait() == 3
-    assert f"pid {coordinator.pid}" in str(second.err)
-    assert coordinator.terminate() == 0
-    assert left(node) == set()
-
-
 def test_who_loses_a_socket_to_another_coordinator_leaves_it_to_that_one(node: Node) -> None:
     coordinator = node.coordinator()
     path = Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://"))

@@ -69,16 +69,6 @@ def only_the_dead_is_gone(exporter: FakeEngine, dying: FakeEngine, living: FakeE
     ended.close()
 
 
-def test_engines_that_are_all_process_1_share_and_one_dies(node: Node) -> None:
-    coordinator = node.coordinator()
-    exporter, dying, living = three(node, apart=True)
-    assert {engine.started["pid"] for engine in (exporter, dying, living)} == {1}
-    only_the_dead_is_gone(exporter, dying, living)
-    coordinator.wait_err("event=death engine=dying")
-    again = FakeEngine(node, "again", python=APART)
-    assert again.joined()["roster"] == ["exporter", "living"]
-
-
 def test_a_coordinator_that_sees_no_engine_tells_them_apart(node: Node) -> None:
     """To it all of them are process 0."""
     coordinator = node.coordinator(python=APART)

@@ -214,22 +214,6 @@ class ToyEngine:
         self.cache.publisher.publish_marked(self.marks, self.pool, [run])
         self.cache.publisher.flush()
 
-    def fork(self) -> None:
-        """Have children inherit all of it: one ends at once, one ends it in order first."""
-        faulthandler.cancel_dump_traceback_later()  # a child that ends waits for its thread
-        for closing in (False, True):
-            child = os.fork()
-            if child == 0:
-                if closing:
-                    self.cache.publisher.retract(list(self.lru))
-                    self.cache.publisher.drain_before_dispatch()
-                    self.close()
-                sys.exit(0)
-            print(
-                "child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True
-            )
-
-    @property
     def num_peers(self) -> int:
         """Engines whose blocks may be used at present."""
         state = self.cache.epoch_state
@@ -274,7 +258,6 @@ def main() -> None:
     parser.add_argument("--model", default="toy", help="what the contents depend on")
     parser.add_argument("--weights", help="what the fingerprint depends on, beside the contents")
     parser.add_argument("--unshared", action="store_true", help="do not wait for an epoch")
-    parser.add_argument("--fork", action="store_true", help="fork after the first requests")
     options = parser.parse_args()
     engine = ToyEngine(options.blocks, options.ranks, options.region_bytes, options.model)
     engine.weights = options.weights or options.model
@@ -316,8 +299,6 @@ def work(
             time.sleep(REST_SECONDS)
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
-        if options.fork and engine.requests == 10:
-            engine.fork()
     faulthandler.cancel_dump_traceback_later()
     print(json.dumps(engine.summary()), flush=True)
 

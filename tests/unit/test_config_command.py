@@ -21,16 +21,6 @@ def config(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True)
 
 
-def test_config_prints_each_setting_its_value_and_where_it_came_from() -> None:
-    done = config(KVSHM_ROLE="consumer", XDG_RUNTIME_DIR="/run/user/7", KVSHM_SHARE="")
-    assert (done.returncode, done.stderr) == (0, "")
-    told = {name: rest for name, *rest in map(str.split, done.stdout.splitlines())}
-    assert list(told) == ["KVSHM_CONFIG", *(setting.name for setting in SETTINGS)]
-    assert told["KVSHM_ROLE"] == ["consumer", "environment"]
-    assert told["KVSHM_RUN_DIR"] == ["/run/user/7/kvshm", "XDG_RUNTIME_DIR"]
-    assert told["KVSHM_SHARE"] == ["all", "default"]
-
-
 def test_config_warns_of_a_name_that_is_no_setting() -> None:
     done = config(KVSHM_ROL="consumer", KVSHM_PORT="tcp://10.0.0.1:5555")
     assert done.returncode == 0

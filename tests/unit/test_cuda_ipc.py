@@ -126,14 +126,6 @@ def test_a_stale_descriptor_is_told_from_a_broken_path(node: Node) -> None:
     assert len(two.transport.mappings) == 0
 
 
-def test_a_closed_exporter_serves_no_epoch(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    descriptor = wire(one.transport.export(EPOCH))
-    one.transport.close()
-    with pytest.raises(StaleAttachment):
-        two.transport.attach(descriptor)
-
-
 def test_an_allocation_shorter_than_described_is_refused(node: Node) -> None:
     one, two = node.rank(), node.rank()
     descriptor = wire(one.transport.export(EPOCH))

@@ -20,6 +20,7 @@ from kvshm._rank.rank_half import RankHalf
 from kvshm._rank.rank_load import RankLoad
 from kvshm._shm.layout import TICKETS_OFFSET
 from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import RECHECK_FAILED
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 
@@ -371,6 +372,21 @@ def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
     assert peer.table.slot(1).leases == peer.table.slot(2).leases == 0
     assert in_use(own, ticket) == 0
     assert len([r for r in caplog.records if "discarded" in r.message]) == 1
+
+
+def test_a_block_that_is_reused_under_its_copy_is_bad_and_counted(
+    opened: RankHalf, own: AnyTable, transport: PlayedTransport, exporter: Make
+) -> None:
+    transport.state = CopyState.PENDING
+    peer = exporter()
+    opened.begin_load(load_of(piece_of(peer, 1), piece_of(peer, 2)))
+    until(lambda: len(transport.copies) == 2)
+    peer.reuse(1)
+    peer.publish(5, shift=-4)
+    for copy in transport.copies:
+        copy.state = CopyState.DONE
+    assert reports(opened, 1)["load"].bad == (11,)
+    assert own.counters.read(RECHECK_FAILED) == 1
 
 
 def test_a_load_whose_check_fails_is_bad_and_gives_its_leases_back(
