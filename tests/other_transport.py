@@ -18,8 +18,6 @@ from kvshm.interfaces import CopyState, Epoch, MemoryDescriptor, Region
 
 
 class ProcMemory:
-    """Memory of one rank."""
-
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.fd = os.memfd_create("other-package")
@@ -90,8 +88,6 @@ class ProcAttachment:
 
 
 class ProcTransport:
-    """See kvshm.interfaces.Transport."""
-
     name = "procfs"
     devices = ("cpu",)
     late_writers = True

@@ -46,8 +46,6 @@ class Layout:
 
 @dataclass
 class Peer:
-    """One rank: its transport and host access to its memories."""
-
     layout: Layout
     transport: Transport
     memories: Sequence[memoryview]
@@ -61,8 +59,6 @@ class Peer:
 
 
 class Rig(ABC):
-    """Makes peers of one transport that can reach each other."""
-
     fixtures: tuple[str, ...] = ()
     """Whose values the constructor takes."""
 
@@ -70,7 +66,6 @@ class Rig(ABC):
         self.peers: list[Peer] = []
 
     def peer(self, layout: Layout, fault: str | None = None) -> Peer:
-        """A rank with that layout, filled with bytes of its own."""
         peer = self._build(layout, fault)
         self.peers.append(peer)
         peer.fill(seed=len(self.peers))
@@ -88,7 +83,6 @@ class Rig(ABC):
         """Let the copies end; return how each did."""
 
     def end(self, peer: Peer) -> None:
-        """End a peer's transport and all that its process holds of its memory."""
         peer.transport.close()
 
     def close(self) -> None:

@@ -30,8 +30,6 @@ _INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 
 @dataclass
 class _Allocation:
-    """Physical memory."""
-
     fd: int
     nbytes: int
     owner: FakeDriver
@@ -65,8 +63,6 @@ class FakeMachine:
 
 
 class FakeStream:
-    """Work in order; it runs when it is looked at, unless held."""
-
     def __init__(self) -> None:
         self.work: deque[Callable[[], None]] = deque()
         self.held = False

@@ -26,7 +26,6 @@ class Case:
 
     @property
     def defines(self) -> list[str]:
-        """Arguments of spin."""
         chosen = [f"CONFIG={self.config}"] if self.config else []
         switches = [self.name] if self.violates else []
         return [f"-D{d}" for d in [*chosen, *self.settings.split(), *switches]]

@@ -35,7 +35,6 @@ def functions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def atomics(body: str) -> Iterator[str]:
-    """The atomic operations that a function's text spells out."""
     for found in ATOMIC.finditer(body):
         orders = re.findall(r"memory_order_(\w+)", body[found.end() :].split(";")[0])
         kind = KINDS.get(found[1], found[1])

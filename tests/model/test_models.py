@@ -40,7 +40,6 @@ def test_the_search_ends_as_it_should(
 
 
 def cells(row: str, count: int) -> list[str]:
-    """The first cells of a table's row."""
     return [cell.strip() for cell in row.split("|")[1 : count + 1]]
 
 

@@ -145,7 +145,6 @@ def _watch_until(end: float, node: ChaosNode, faults: Faults) -> None:
 
 
 def become_whole(node: ChaosNode) -> bool:
-    """Wait until every engine may use every other one, and has imported once more."""
     marks: dict[str, int] = {}
     deadline = time.monotonic() + WHOLE_SECONDS
     while time.monotonic() < deadline:
@@ -236,7 +235,6 @@ def sizes(node: ChaosNode) -> dict[str, int]:
 
 
 def end(node: ChaosNode, problems: Counter[str]) -> None:
-    """End the engines, then the coordinator, all in good order."""
     for engine in node.engines:
         engine.doomed = {0}
         engine.order("end")
@@ -297,7 +295,6 @@ def _kill_ranks(node: ChaosNode) -> None:
 
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Print what was found; return the exit status."""
     kinds = ("bystanders", "violations", "leaks", "problems", "not_undone")
     bad = {kind: found[kind] for kind in kinds}
     print(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection, of whichever kind the socket is; None if it takes none."""
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         connection = socket.socket(socket.AF_UNIX, kind)
         connection.setblocking(False)

@@ -135,13 +135,11 @@ class Member:
 
     @property
     def has_said_all(self) -> bool:
-        """Whether it ended a moment ago: what it said last has been read by now."""
         self.ended_at = self.ended_at or time.monotonic()
         return time.monotonic() - self.ended_at > SAID_SECONDS
 
     @property
     def has_begun(self) -> bool:
-        """Whether it serves: before, Python itself is still loading."""
         return "requests" in self.said or "event=serving" in str(self.process.err)
 
     def pids(self) -> list[int]:

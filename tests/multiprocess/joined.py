@@ -24,8 +24,6 @@ def content(key: bytes, seed: bytes = b"") -> bytes:
 
 
 class Toy:
-    """An engine: its node and its memory."""
-
     def __init__(
         self, place: Node, name: str, kind: str, patient: bool = False, **how: Any
     ) -> None:
@@ -57,7 +55,6 @@ class Toy:
         return [self.read(block) == content(key) for block, key in pairs]
 
     def compute(self, keys: Sequence[bytes], blocks: Iterable[int], start: int = 0) -> int:
-        """Write the blocks from block ``start`` of the prefix on, and publish them."""
         blocks = list(blocks)
         for block, key in zip(blocks, keys[start:], strict=False):
             self.write(block, key)
@@ -65,13 +62,11 @@ class Toy:
 
     @property
     def table(self) -> SlotTableView:
-        """Its slot table."""
         state = self.node._open
         assert state is not None
         return state.table
 
     def leases(self) -> int:
-        """Blocks of its own that others hold leases on."""
         return sum(bool(slot.leases) for slot in self.table.slots())
 
     @contextmanager
@@ -104,21 +99,17 @@ class Toy:
 
 
 class Toys:
-    """Engines that see each other, in one namespace with a coordinator."""
-
     def __init__(self, place: Node, kind: str) -> None:
         self.place, self._kind = place, kind
         self._undo = ExitStack()
         self._made: list[Toy] = []
 
     def join(self, name: str, **how: Any) -> Toy:
-        """An engine that has joined, and sees those before it."""
         toy = self.begin(name, **how)
         assert toy.node.wait_joined(PATIENCE_SECONDS), toy.node.refusal
         return toy
 
     def begin(self, name: str, **how: Any) -> Toy:
-        """An engine that may not have joined yet."""
         how.setdefault("wait", 0)
         toy = Toy(self.place, name, how.pop("kind", self._kind), **how)
         self._undo.callback(toy.close)
@@ -126,7 +117,6 @@ class Toys:
         return toy
 
     def pair(self, **how: Any) -> tuple[Toy, Toy]:
-        """Two engines that know each other."""
         toys = self.join("a", **how), self.join("b", **how)
         for toy in toys:
             wait_until(lambda toy=toy: toy.node.stats()["peers"] > 0, "they know each other")
@@ -141,7 +131,6 @@ class Toys:
         return a, b, keys, b.node.wait_for(keys, PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """End them all; nobody holds a lease of them by then."""
         for toy in self._made:
             if toy.node._open is not None:
                 wait_until(lambda toy=toy: not toy.leases(), "leases are given back")
@@ -151,14 +140,12 @@ class Toys:
 
 @contextmanager
 def served() -> Iterator[Node]:
-    """A namespace with a coordinator."""
     with fresh_node() as place:
         place.coordinator()
         yield place
 
 
 def ended(load: Load) -> Load:
-    """The load, after its end."""
     assert load.wait(PATIENCE_SECONDS) is not kvshm.LoadState.PENDING
     return load
 

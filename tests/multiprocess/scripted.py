@@ -106,7 +106,6 @@ class Recorder:
 
 @contextmanager
 def scripted(timing: Timing) -> Iterator[Script]:
-    """A script and its client."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         script = Script(Path(directory), timing)
         yield script
@@ -114,8 +113,6 @@ def scripted(timing: Timing) -> Iterator[Script]:
 
 
 class Script:
-    """Both sockets of a coordinator, and a client under test."""
-
     def __init__(self, run_dir: Path, timing: Timing) -> None:
         self.engine = Recorder()
         self._context = zmq.Context()
@@ -155,7 +152,6 @@ class Script:
         self._router.send_multipart([self._route, encode(message)])
 
     def send_raw(self, reply: list[bytes], *broadcasts: list[bytes]) -> None:
-        """Send frames that may be no messages at all."""
         self._router.send_multipart([self._route, *reply])
         for frames in broadcasts:
             self._publisher.send_multipart([b"f" * 32 + frames[0], *frames[1:]])
@@ -164,7 +160,6 @@ class Script:
         self._publisher.send(b"f" * 32 + frame)
 
     def publish(self, *messages: AnyBroadcast) -> None:
-        """Broadcast them, in one frame."""
         self._publisher.send(broadcast_frame(b"f" * 32, map(encode, messages)))
 
     def joined(self, sequence: int = 0, coordinator: int = 1, **engines: int) -> Joined:

@@ -19,15 +19,12 @@ PROMPTS = (
 
 @cache
 def keys_of(prompt: int) -> list[bytes]:
-    """The keys of a prompt, by its number."""
     return list(prefix_keys(PROMPTS[prompt % len(PROMPTS)], TOKENS))
 
 
 def content(key: bytes) -> bytes:
-    """The bytes of the block with this key."""
     return sha256(key).digest() * (BLOCK // 32)
 
 
 def garbage(block: int) -> bytes:
-    """The bytes of a block that holds nothing."""
     return bytes([block + 1]) * BLOCK

@@ -48,8 +48,6 @@ EPOCH = Epoch(0x77)
 
 
 class Sender:
-    """This process, as an engine that says what it likes."""
-
     def __init__(self, node: Node) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)

@@ -42,12 +42,10 @@ QUESTION = frame(encode(Heartbeat(epoch=1, sequence=0)))
 
 
 def limited(descriptors: int) -> tuple[str, ...]:
-    """The command that runs Python with so many descriptors at most."""
     return ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", sys.executable)
 
 
 def resident(process: Managed) -> int:
-    """Its memory in megabytes."""
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") // MEGABYTE
 
@@ -58,7 +56,6 @@ def resident(process: Managed) -> int:
 def use_up_descriptors(
     coordinator: Managed | subprocess.Popen[bytes], node: Node, most: int
 ) -> None:
-    """Connect, and stay connected, until it ends, as often as ``most`` permits."""
     commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
     with ExitStack() as held, suppress(OSError):
         asking = held.enter_context(connect(commands))

@@ -41,7 +41,6 @@ ENDS = (
 
 
 def chaos(*options: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and report of a run."""
     argv = [sys.executable, "-m", "tests.multiprocess.chaos", *options]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr)
@@ -49,12 +48,10 @@ def chaos(*options: str) -> tuple[int, dict[str, Any]]:
 
 
 def each(kinds: Iterable[str], seed: int = SEEDS[0]) -> tuple[str, ...]:
-    """Options of a run that goes on until somebody has met each of these kinds."""
     return "--seed", str(seed), "--each", "--only", ",".join(kinds)
 
 
 def check_clean(status: int, found: dict[str, Any], kinds: Collection[str]) -> None:
-    """Nothing was found, although all of these kinds of faults were really done."""
     assert set(kinds).isdisjoint(found["missing"])
     assert found["imported"] > 100
     bad = ("bystanders", "violations", "leaks", "problems", "not_undone")
@@ -125,7 +122,6 @@ def started_in(run_dir: str) -> list[int]:
 
 
 def begun(run: Managed) -> tuple[str, str]:
-    """Run directory and namespace of a run."""
     line = run.wait_out(lambda line: line.startswith("chaos in "))
     found = re.fullmatch(r"chaos in (\S+), namespace (\S+)", line)
     assert found is not None

@@ -37,7 +37,6 @@ def calls(node: Node) -> Iterator[Calls]:
 
 @pytest.fixture
 def other(calls: Calls) -> Other:
-    """Another process that has inserted one prefix, which can be found here."""
     other = calls.other()
     assert calls.own.buffer.drop_select(TOKENS, None, slots_of([0, 1, 2], 10)) == NOTHING
     assert other.do("insert", TOKENS, [5, 3, 8], HIDDEN.hex()) == 10
@@ -52,7 +51,6 @@ def select(
     roi: list[bool] | None = None,
     timeout: float = PATIENCE_SECONDS,
 ) -> Selected:
-    """Select into ``blocks``, and expect there what is said to be selected."""
     slots = slots_of(blocks, len(tokens))
     selected = calls.own.buffer.drop_select(tokens, roi, slots, timeout)
     if selected.tokens is not None:
@@ -63,7 +61,6 @@ def select(
 
 
 def test_a_full_hit_has_all_kv_and_the_hidden_states(calls: Calls, other: Other) -> None:
-    """So the forward can be skipped: also if the last block is not full."""
     assert select(calls, TOKENS, [2, 0, 7]) == Selected(TOKENS, [True] * 10, HIDDEN)
     whole = list(range(8))
     assert other.do("insert", whole, [0, 1], "") == 8

@@ -30,7 +30,6 @@ def calls(node: Node) -> Iterator[Calls]:
 def retrieve(
     calls: Calls, blocks: list[int], mask: Any = None, tokens: list[int] = TOKENS
 ) -> list[bool]:
-    """Retrieve into ``blocks``, and expect there what is said to have been loaded."""
     result = calls.own.calls.retrieve(tokens, mask, slots_of(blocks, len(tokens)))
     for number in range(len(tokens) // BLOCK_SIZE):
         of_block = result[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]

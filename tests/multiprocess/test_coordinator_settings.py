@@ -19,12 +19,10 @@ TYPO = {"KVSHM_NAMSPACE": "x", "KVSHM_PORT": "tcp://10.0.0.1:5555"}
 
 
 def coordinator(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a coordinator that finds no run directory, after it has read its settings."""
     return started("--run-dir", "/no/such/place", *options, **environ)
 
 
 def started(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a coordinator that will end by itself."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSHM_")}
     command = [sys.executable, "-m", "kvshm.coordinator", *options]
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True)

@@ -40,8 +40,6 @@ SCRIPTS = Path(sys.executable).parent
 
 
 class Manager:
-    """A service manager's end of NOTIFY_SOCKET."""
-
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(address)
@@ -124,7 +122,6 @@ def test_units_restart_what_can_mend_itself_and_keep_the_engines_sockets(path: P
     ids=["system", "user", "check", "metrics"],
 )
 def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
-    """It also looks whether the program is there, so here that is this environment's."""
     copy = node.run_dir / path.name
     copy.write_text(re.sub(r"(?<=ExecStart=)\S+(?=/)", f"{SCRIPTS}", path.read_text("utf-8")))
     for timer in path.parent.glob(f"{path.stem}.timer"):
@@ -196,13 +193,11 @@ def test_pods_of_one_node_make_the_run_directory_before_they_need_it() -> None:
 
 
 def commands() -> list[str]:
-    """Every command line of the page."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def program(command: str) -> str:
-    """Its first word that sets no variable."""
     return next(word for word in command.split() if "=" not in word)
 
 

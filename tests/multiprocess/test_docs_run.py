@@ -31,7 +31,6 @@ DUMPS = r"kvshm dump|python -m kvshm\.tools\.dump_index"
 
 
 def shown(program: str) -> list[str]:
-    """What follows the program wherever a page shows it, each once."""
     written = [page for page in PAGES if page.name != "commands.md"]  # the others are generated
     return sorted({call for page in written for call in called(page, program)})
 
@@ -51,7 +50,6 @@ def tried(call: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """An engine whose blocks stay where they are, and one that was stopped with leases on them."""
     with fresh_node() as node:
         node.coordinator()
         toys.result(toys.start(node, 1, "--peers", "0", "--loads", "0"))
@@ -62,7 +60,6 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def meant(node: Node) -> dict[str, str]:
-    """What the placeholders stand for on this node."""
     tables = map(node.segments.table_from_coordinator, node.sockets())
     table, leased = next((t, slot) for t in tables for slot in t.slots() if slot.leases)
     return {
@@ -75,7 +72,6 @@ def meant(node: Node) -> dict[str, str]:
 
 
 def run(node: Node, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user of this node would."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSHM_")}
     environ |= {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
     return subprocess.run(
@@ -106,7 +102,6 @@ def test_the_dump_has_something_to_show(node: Node, meant: dict[str, str], call:
 
 
 def test_the_dump_on_the_page_looks_like_a_real_one(node: Node) -> None:
-    """Heading by heading."""
     shown_there = re.findall(r"^```\n(namespace .*?)^```", OPERATIONS.read_text(), re.M | re.S)
     headings = [" ".join(line.split()) for line in shown_there[0].splitlines()]
     headings = [line for line in headings if line and not re.search(r"\d", line)]

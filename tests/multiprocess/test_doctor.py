@@ -32,13 +32,11 @@ def doctor(
 
 
 def results(node: Node, around: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
-    """Result and text of each check."""
     told = json.loads(doctor(node, "--json", around=around).stdout)
     return {check["check"]: (check["result"], check["found"]) for check in told["checks"]}
 
 
 def process(node: Node, *arguments: str, **environ: str) -> Managed:
-    """One that was started as an engine is, with this in its environment, and waits."""
     place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
     started = node.processes.start(
         "sleeps",
@@ -90,7 +88,6 @@ def test_a_coordinator_of_another_version_is_a_problem_that_is_named(node: Node)
 
 
 def test_what_engine_processes_were_started_with_is_judged(node: Node) -> None:
-    """Each is named by its pid, and nothing else of its environment is printed."""
     node.run_dir.chmod(0o700)
     well = results(node)
     names = ("settings", "likely mistakes", "hash seeds", "allocator", "front end")

@@ -49,7 +49,6 @@ MISSES = ("miss_no_peer", "miss_no_owner")
 
 @pytest.fixture
 def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The point at which the transport of one memory fails."""
     folder = other_package.install(tmp_path, "failing = failing_transport:FailingTransport")
     (folder / "failing_transport.py").write_text(MODULE)
     monkeypatch.syspath_prepend(folder)

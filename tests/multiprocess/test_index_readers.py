@@ -28,8 +28,6 @@ BUSY_GENERATIONS = 20
 
 
 class Writer:
-    """The other process, one order at a time."""
-
     def __init__(self, node: Node) -> None:
         self.process: Managed = node.processes.start(
             "writer", str(WRITER), str(node.run_dir), node.namespace
@@ -37,7 +35,6 @@ class Writer:
         self.name = self.process.wait_out(bool)
 
     def order(self, line: str) -> str:
-        """Give an order and wait until it is answered."""
         since = len(self.process.out)
         self.process.say(line)
         return self.process.wait_out(bool, since)
@@ -60,7 +57,6 @@ def reader(node: Node, writer: Writer) -> Iterator[ReplicaReader]:
 
 
 def ask(node: Node) -> ReplicaReader:
-    """The replica as it is now."""
     return SegmentClient(node.run_dir, node.namespace).replica(EPOCH)
 
 
@@ -70,7 +66,6 @@ def found(reader: ReplicaReader, start: int, stop: int) -> list[BlockRecord]:
 
 
 def holds(reader: ReplicaReader, count: int) -> bool:
-    """Whether the reader finds the contents below ``count``, each where it is."""
     records = found(reader, 0, NUM_BLOCKS)
     assert all(r.block_id == n == r.depth for n, r in enumerate(records))
     return len(records) == count

@@ -38,7 +38,6 @@ def node() -> Iterator[Node]:
 
 
 def kv(node: Node, *arguments: str, **settings: str) -> Managed:
-    """Start ``kvshm kv``."""
     place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
     argv = (sys.executable, "-m", "kvshm.tools.cli", "kv", *arguments)
     return node.processes.start(f"kv-{arguments[0]}", *argv, environ={**place, **settings})
@@ -57,7 +56,6 @@ def serving(node: Node, path: Path, **settings: str) -> Managed:
 
 
 def wrong_rows(what: Description, arrays: list[list[object]], model: bytes = b"toy") -> int:
-    """How many rows hold other bytes than the toy engines compute for their keys."""
     wrong = 0
     for rank, regions in enumerate(arrays):
         for region, rows in enumerate(regions):

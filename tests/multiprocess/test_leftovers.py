@@ -26,7 +26,6 @@ pytestmark = pytest.mark.multiprocess
 
 
 def sharing(node: Node) -> tuple[Managed, list[Managed]]:
-    """A coordinator and two engines that have imported from each other."""
     coordinator = node.coordinator()
     engines = [start(node, seed) for seed in (1, 2)]
     for engine in engines:
@@ -35,7 +34,6 @@ def sharing(node: Node) -> tuple[Managed, list[Managed]]:
 
 
 def left(node: Node) -> set[str]:
-    """All that there is of a node."""
     return set(os.listdir(node.run_dir))
 
 
@@ -96,7 +94,6 @@ def test_a_mistyped_directory_is_named_and_not_made(node: Node) -> None:
 
 
 def names_of(engine: Managed, node: Node) -> set[str]:
-    """What tells of an engine by its epoch: its own socket, and its list of peers."""
     with closing(table_of(node, engine)) as table:
         epoch = f"{table.epoch:016x}"
     return {name for name in left(node) if epoch in name}
@@ -148,7 +145,6 @@ def test_a_coordinator_waits_for_who_clears_up(node: Node) -> None:
 
 
 def _waits_for(process: Managed, run_dir: Path) -> bool:
-    """Whether it has the run directory open."""
     try:
         fds = list(Path(f"/proc/{process.pid}/fd").iterdir())
         return str(run_dir) in {str(fd.readlink()) for fd in fds}

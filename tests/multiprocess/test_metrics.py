@@ -42,8 +42,6 @@ MAY_FIRE = {"KvshmForcedBlocks", "KvshmDiscardedCopies", "KvshmReplicaLags"}
 
 
 class Monitored:
-    """Two engines that share, one that cannot, `kvshm metrics` and Prometheus."""
-
     def __init__(self, node: Node, folder: Path) -> None:
         self.node, self.coordinator = node, node.coordinator()
         self.engines = [toys.start(node, seed) for seed in (1, 2)]
@@ -59,7 +57,6 @@ class Monitored:
         return [sys.executable, "-m", "kvshm.tools.cli", "metrics", *arguments, *place]
 
     def start_prometheus(self, folder: Path) -> str:
-        """Start it; return the address of its API."""
         config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(FOLDER / "alerts.yaml")]
@@ -77,7 +74,6 @@ class Monitored:
         return f"http://{re.findall(r'address=(.*)', listens)[0]}/api/v1"
 
     def has_scraped(self) -> bool:
-        """Whether Prometheus has seen the ends of all engines' work twice."""
         lookups = [result["counters"]["lookups"] for result in self.results]
         try:
             found = self.ask("min_over_time(kvshm_lookups_total[2s]) > 0")
@@ -105,7 +101,6 @@ class Monitored:
             return str(answer.read().decode())
 
     def state_of(self, engine: Managed) -> str:
-        """An engine's state as a scrape shows it; empty if it is not shown."""
         shown = re.findall(
             rf'^kvshm_engine_state\{{engine="toy-{engine.pid}",.*state="(\w+)"\}} 1\.0$',
             self.scrape(),

@@ -67,7 +67,6 @@ class Scene:
         self.load = b.node.load(b.node.lookup(self.keys), range(8, 14))
 
     def state(self) -> Any:
-        """All that a refused call could have changed."""
         node = self.b.node
         slots = [slot[:3] for slot in self.b.table.slots()]
         return (

@@ -36,7 +36,6 @@ def holds(toy: Toy, keys: Sequence[bytes], group: int, first: int, blocks: Seque
 
 @pytest.fixture
 def window(toys: Toys) -> tuple[Toy, Toy, list[bytes]]:
-    """One has the windows of lengths 3 and 6; another one knows it."""
     a, b = toys.pair(groups=WINDOW)
     keys = a.prompt()
     compute(a, keys, 1, 1, [11, 12])

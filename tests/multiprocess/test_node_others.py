@@ -84,8 +84,6 @@ def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
 def test_what_an_interrupted_retract_left_is_waited_for(
     toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Ctrl-C interrupts it."""
-
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 

@@ -29,13 +29,11 @@ def node() -> Iterator[Node]:
 
 
 def inside(outside: Managed) -> int:
-    """The pid here of what is process 1 of its namespace."""
     children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text("ascii")
     return int(children.split()[0])
 
 
 def three(node: Node, apart: bool) -> list[FakeEngine]:
-    """An exporter, and two importers that have leased all it has."""
     python = APART if apart else (sys.executable,)
     exporter = FakeEngine(node, "exporter", python=python)
     exporter.joined()

@@ -50,7 +50,6 @@ def applied(source: str, diff: str) -> str:
 
 
 def steps() -> Iterator[tuple[str, str]]:
-    """Yield the title of each step that has a diff, and the engine after it."""
     source = ALONE.read_text("utf-8")
     yield "The engine alone", source
     for title, text in re.findall(r"^## (\d\. .*?)\n(.*?)(?=^## )", GUIDE, re.M | re.DOTALL):
@@ -64,7 +63,6 @@ def test_the_steps_end_with_the_example() -> None:
 
 
 def engine_of(source: str) -> Any:
-    """Return the class ``Engine`` of an engine's source."""
     module = types.ModuleType("engine")
     exec(compile(source, "engine", "exec"), vars(module))
     return module.Engine
@@ -91,7 +89,6 @@ def found_wrong(node: Node, source: str, num_blocks: int) -> tuple[int, int]:
 
 @pytest.fixture
 def joinable(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """The node, which this process's engines join; they compute on one thread, as the examples."""
     monkeypatch.setenv("KVSHM_RUN_DIR", str(node.run_dir))
     monkeypatch.setenv("KVSHM_NAMESPACE", node.namespace)
     threads = torch.get_num_threads()

@@ -161,14 +161,12 @@ def others() -> None:
 
 
 def _mapped() -> list[tuple[str, str]]:
-    """Inode and permissions of each KV memory mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     fields = [line.split() for line in lines if "memfd:kvshm-kv" in line]
     return [(field[4], field[1]) for field in fields]
 
 
 def kv_mappings() -> list[str]:
-    """Permissions of the KV memories that this test has mapped into this process."""
     return sorted(permissions for inode, permissions in _mapped() if inode not in OF_OTHERS)
 
 
@@ -257,7 +255,6 @@ def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(expo
 
 
 def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):
-    """Transport, attachment and memory are dropped without a close under a pending copy."""
     packed = msgspec.msgpack.encode(exporter.export(1)).hex()
     done = subprocess.run(
         [sys.executable, "-c", FORGETFUL, packed, f"{run_dir}/importer"],

@@ -26,7 +26,6 @@ NEVER_ENDS = str(Path(__file__).with_name("never_ends.py"))
 
 
 def mapping(file: str) -> list[int]:
-    """Who has mapped a file."""
     maps = ((pid, Path(f"/proc/{pid}/maps")) for pid in os.listdir("/proc") if pid.isdigit())
     found = []
     for pid, path in maps:

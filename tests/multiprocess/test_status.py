@@ -24,8 +24,6 @@ SOON = ("--loop-seconds", "3", "--scheduler-seconds", "3")
 
 
 class Stalled:
-    """A node of which something of each kind has been stopped, one after the other."""
-
     def __init__(self, node: Node) -> None:
         self.node = node
         self.coordinator = node.coordinator()
@@ -53,7 +51,6 @@ class Stalled:
         return json.loads(self.kvshm("status", "--json", *SOON).stdout)
 
     def reasons(self) -> dict[int, str]:
-        """What is wrong with each engine, by pid."""
         (space,) = self.status()["namespaces"]
         return {engine["pid"]: "; ".join(engine["reasons"]) for engine in space["engines"]}
 

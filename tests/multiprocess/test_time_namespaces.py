@@ -37,7 +37,6 @@ def kvshm(
 
 
 def status(node: Node, python: Sequence[str]) -> dict[str, Any]:
-    """The node's only namespace."""
     (space,) = json.loads(kvshm(node, "status", "--json", *SOON, python=python).stdout)[
         "namespaces"
     ]
@@ -53,7 +52,6 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def engines(node: Node) -> dict[str, Managed]:
-    """In other time namespaces: one that is well; one of which a thread hangs, in each."""
     node.coordinator(python=AHEAD)
     quiet = ("--requests", "0", "--loads", "0", "--imported", "0")
     hangs = {"KVSHM_TEST_SYNC_POINT": "BEAT:hang:3"}

@@ -19,7 +19,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 
 @pytest.fixture
 def versions(installed: Versions) -> tuple[Installed, Installed]:
-    """Two that do not fit."""
     return installed.present, installed.newer
 
 

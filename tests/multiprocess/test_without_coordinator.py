@@ -15,7 +15,6 @@ EXPORTER = ("--peers", "0", "--loads", "0", "--imported", "0")
 
 
 def mapped_from_others(engine: Managed) -> int:
-    """How many peers' KV caches the engine has mapped: its own are writable."""
     maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
     return sum("memfd:kvshm-kv" in line and " r--s " in line for line in maps)
 

@@ -83,7 +83,6 @@ class ToyRank:
         self.cache = RankHalf(self.transport, self.rank, segments, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
-        """What the block must hold."""
         what = chain_hash + bytes([self.rank, region]) + self.model
         seed = hashlib.blake2b(what, digest_size=64).digest()
         return seed * (self.region_bytes // 64)
@@ -107,16 +106,12 @@ class ToyRank:
 
 @dataclass
 class ToyBlock:
-    """What marks ask of a block of the pool."""
-
     block_id: int
     block_hash: bytes | None = None
     ref_cnt: int = 1
 
 
 class ToyEngine:
-    """Scheduler, block pool and ranks in one process."""
-
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
         self.config, self.model, self.weights = Config.from_env(os.environ), model, model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
@@ -133,7 +128,6 @@ class ToyEngine:
         return ToyRank(self.config, rank, num_blocks, region_bytes, self.model)
 
     def open(self, *, wait: bool = True) -> None:
-        """Begin an epoch and wait until it is open on every rank."""
         infos = [RankInfo(rank.pid, rank.transport.export(Epoch(0))) for rank in self.ranks]
         fields = {"weights": self.weights, TRANSPORT: infos[0].memory.transport}
         self.cache.open_epoch(infos, lambda: fields)
@@ -144,7 +138,6 @@ class ToyEngine:
         self.open_ranks()
 
     def open_ranks(self) -> None:
-        """Export every rank's memory in the present epoch."""
         table = self.cache.table
         assert table is not None
         for rank in self.ranks:
@@ -215,12 +208,10 @@ class ToyEngine:
         self.cache.publisher.flush()
 
     def num_peers(self) -> int:
-        """Engines whose blocks may be used at present."""
         state = self.cache.epoch_state
         return state.peers.stats().usable if state else 0
 
     def counted(self, counter: str) -> int:
-        """What one of the own counters has counted."""
         table = self.cache.table
         return table.counters.snapshot()[counter] if table else 0
 

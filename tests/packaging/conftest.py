@@ -64,8 +64,6 @@ def wheel(work: Path, run: Run) -> Path:
 
 @pytest.fixture(scope="session", params=PYTHONS, ids=lambda path: Path(path).name)
 def python(work: Path, run: Run, wheel: Path, request: pytest.FixtureRequest) -> Path:
-    """The interpreter of an environment that holds the wheel and its base requirements, made
-    where no compiler works."""
     venv = work / f"venv-{PYTHONS.index(request.param)}"
     run(request.param, "-m", "venv", venv)
     python = venv / "bin/python"

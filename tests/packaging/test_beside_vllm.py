@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def contents(packages: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every installed file, but for what Python compiles by itself."""
     found = {}
     for folder, folders, files in os.walk(packages, followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -34,7 +33,6 @@ def contents(packages: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def packages(work: Path) -> Path:
-    """All packages that are installed beside vLLM, but kvshm: a folder of links to them."""
     packages = work / "packages"
     packages.mkdir()
     for path in PACKAGES.iterdir():
@@ -45,7 +43,6 @@ def packages(work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def empty(work: Path, run: Run, packages: Path) -> Path:
-    """The interpreter of an environment with those packages and none of its own."""
     run(sys.executable, "-m", "venv", "--without-pip", work / "beside")
     python = work / "beside/bin/python"
     own = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()

@@ -43,8 +43,6 @@ def kv_of(weights: int, before: int, token: int) -> int:
 
 @dataclass
 class Played:
-    """A manager whose steps are taken by hand."""
-
     manager: Any
     rnd: random.Random
     processor: Any = None

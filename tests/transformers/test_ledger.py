@@ -13,8 +13,6 @@ from kvshm.hooks.transformers.paged_cache import SharedLedger, SharedPagedAttent
 
 
 class Watched(SharedLedger):
-    """Notes what is retracted, and looks that the ledger knows it still."""
-
     def __init__(self) -> None:
         self.retracted: list[list[int]] = []
         super().__init__(self.note)

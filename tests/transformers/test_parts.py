@@ -205,7 +205,6 @@ OTHER_WORDS: dict[str, Callable[[Any], object]] = {
 
 
 def give_config(model: Any, **values: Any) -> None:
-    """Give a part a configuration of its own."""
     config = copy.deepcopy(model.config)
     config.update(values)
     attention(model).config = config

@@ -41,7 +41,6 @@ def engine(
     at: float = 0.0,
     **others: object,
 ) -> EngineReading:
-    """An engine that is well at second ``at``; named after its epoch."""
     now = START_NS + round(at * SECOND)
     loops = ("scheduler", "client", "loads of rank 0")
     fields = {
@@ -75,7 +74,6 @@ def engine(
 
 
 def node(*engines: EngineReading, at: float = 0.0, coordinated: bool = True) -> NodeReading:
-    """A look at second ``at``."""
     now = START_NS + round(at * SECOND)
     names = dict.fromkeys(each.namespace for each in engines)
     spaces = tuple(

@@ -16,15 +16,10 @@ from kvshm.errors import SegmentNotFound
 
 
 class AnyTable(OwnSlotTable, RankSlotTable, PeerSlotTable, RosterSlotTable):
-    """A slot table for tests that play several processes on one mapping: it may do what its
-    engine, an importer and the coordinator may.  No process has it so."""
-
     from_fd = SlotTableView.__dict__["from_fd"]
 
 
 class Served:
-    """One engine in one epoch: its table and replica, and the socket that hands them out."""
-
     def __init__(
         self, run_dir: Path, table: AnyTable, namespace: str, replica: Replica | None = None
     ) -> None:
@@ -41,21 +36,17 @@ class Served:
         kept.rename(self.path)
 
     def close_server(self) -> None:
-        """Hand out nothing any more.  Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
     def close(self) -> None:
-        """Hand out nothing any more, and unmap.  Idempotent."""
         self.close_server()
         self.table.close()
         self.replica.close()
 
 
 class ServedNode:
-    """Engines of one namespace and run directory; ``close`` ends those that are left."""
-
     def __init__(self, run_dir: Path, namespace: str) -> None:
         self.run_dir, self.namespace = run_dir, namespace
         self.segments = SegmentClient(run_dir, namespace)
@@ -74,7 +65,6 @@ class ServedNode:
         model: str = "",
         pid: int | None = None,
     ) -> Served:
-        """Begin an engine's epoch: a table with every life word 0, and an empty replica."""
         spec = TableSpec(
             self.namespace, engine, num_blocks, 16, num_ranks, Fingerprint(fingerprint), model
         )
@@ -102,12 +92,10 @@ class ServedNode:
 
 
 def fetched(segments: SegmentClient, epoch: int) -> AnyTable:
-    """An engine's table as ``SegmentClient`` fetches one, for a test that plays all roles."""
     return segments._table(AnyTable, segments._engine_socket(epoch), epoch)
 
 
 def again(table: OwnSlotTable, role: type[TableType] = AnyTable) -> TableType:
-    """A second mapping of a table, as another process in this role has it."""
     return role.from_fd(table.name, table.descriptor(role.WRITABLE))
 
 
@@ -119,5 +107,4 @@ def set_life(table: OwnSlotTable, rank: int = 0) -> None:
 
 
 def read_again(replica: Replica) -> ReplicaReader:
-    """A replica as another process reads it."""
     return ReplicaReader.from_fd(replica.name, replica.descriptor())

@@ -24,12 +24,10 @@ TOO_LATE = {"enable", "untested"}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the file of settings."""
     return tmp_path_factory.mktemp("settings") / "kvshm.toml"
 
 
 def toml(value: Any) -> str:
-    """A value as TOML has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -38,7 +36,6 @@ def toml(value: Any) -> str:
 
 
 def in_file(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Write a file; return the environment that names it."""
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in settings.items()))
     return {"KVSHM_CONFIG": str(path)}
 
@@ -52,14 +49,12 @@ def outcome(read: Callable[[], Config], called: str) -> Config | str:
 
 
 def every_value(setting: Setting) -> st.SearchStrategy[tuple[Setting, str]]:
-    """A setting with any text that a variable can have."""
     known = st.sampled_from(GOOD[setting.name] + BAD[setting.name])
     text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     return st.tuples(st.just(setting), known | text)
 
 
 def examples(test: Any) -> Any:
-    """The test, also with each of the known values."""
     for setting in SETTINGS:
         for text in GOOD[setting.name] + BAD[setting.name]:
             test = example(case=(setting, text))(test)

@@ -251,7 +251,6 @@ def logged(actions: list[Action]) -> list[tuple[str, object]]:
 
 
 def with_workers() -> tuple[State, EngineInfo, list[Action]]:
-    """An engine of its own process and two workers, one of which has ended at 1.0."""
     state, info = new_state(), engine(5, ranks=(6, 7))
     join(state, info)
     return state, info, decide(state, ProcessDeath(5, owner=False), 1.0)

@@ -26,8 +26,6 @@ AT_ONCE, LOW = 3000, 1920
 
 
 class Process:
-    """A process as the bounds see it."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.limit, self.used, self.memory, self.now = LIMIT, 10, 0, 0.0
         monkeypatch.setattr(resource, "getrlimit", lambda _: (self.limit, self.limit))

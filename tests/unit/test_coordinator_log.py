@@ -71,7 +71,6 @@ def read_until(read: int, end: str) -> list[str]:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_unread_lines_wait_in_their_order(pipe: tuple[int, int], blocking: bool) -> None:
-    """Also where another program has made stderr non-blocking."""
     read, write = pipe
     os.set_blocking(write, blocking)
     lines = queue_to(write)

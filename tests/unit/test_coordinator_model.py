@@ -54,9 +54,6 @@ class Process:
 
 
 class Anything(RuleBasedStateMachine):
-    """Engines come, go, die and join again in any order, in few processes, beside a new
-    coordinator or a restarted one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.state = new_state()

@@ -112,7 +112,6 @@ def test_who_waits_and_is_not_stopped_copies_everything_past_the_queue(monkeypat
 
 
 def test_who_waits_for_a_copy_out_of_shared_memory_makes_it_itself(tmp_path):
-    """The copy thread is busy: nobody waits for it."""
     regions = [Region(0, 4096, 4096, 4)]
     own, peer = (
         PosixShmTransport(PosixShmTransport.allocate(4 * 4096), regions, 0, tmp_path / name)

@@ -93,7 +93,6 @@ def test_a_copy_that_could_not_be_begun_writes_nothing_afterwards(
 def test_a_rank_closes_though_its_gpu_has_failed(
     node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part is given back, even if another one cannot be."""
     one, two = node.rank(), node.rank()
     two.transport.attach(wire(one.transport.export(EPOCH)))
     two.transport.export(EPOCH)

@@ -27,7 +27,6 @@ HELPS = {
 
 
 def environ() -> dict[str, str]:
-    """This environment without what a make that started the tests has put there."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("KVSHM_", "MAKE", "MFLAGS"))}
 
 

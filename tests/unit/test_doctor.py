@@ -102,7 +102,6 @@ def test_little_memory_is_a_problem(served: ServedNode, monkeypatch: pytest.Monk
 
 
 def test_memory_files_that_cannot_be_made_are_a_problem(served: ServedNode) -> None:
-    """In a process that may open no file more."""
     program = (
         "import resource\n"
         "from kvshm.tools.doctor import checks, machine\n"

@@ -291,7 +291,6 @@ class Anything(RuleBasedStateMachine):
 
     @rule()
     def coordinator_restarts(self) -> None:
-        """Everybody joins the new one, this engine first."""
         self.coordinator += 1
         self.sequence = 0
         self.order.begin(joined(0, self.coordinator))

@@ -216,7 +216,6 @@ def test_close_removes_its_own_socket_only(path, serve):
 
 
 def test_a_forked_child_serves_nothing_and_removes_nothing(path, memory):
-    """The parent dies by SIGKILL while its forked child lives on: the socket is dead."""
     script = """
 import os, signal, sys
 from kvshm._shm.fd_server import FdServer
@@ -305,7 +304,6 @@ def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, m
 
 
 def test_a_forked_child_holds_no_connection_open(path):
-    """The parent dies by SIGKILL while its forked child lives on: whoever reads from it knows."""
     code = f"""
 import os, signal
 from kvshm._shm.fd_server import FdServer

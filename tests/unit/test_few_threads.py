@@ -90,7 +90,6 @@ def cache(place: Path, clock: Clock) -> Iterator[SchedulerHalf]:
 
 
 def opening(cache: SchedulerHalf, asked: list[float], clock: Clock) -> Callable[[], None]:
-    """An epoch begins with what is returned; the client's thread has its sockets."""
     running, ready = threading.Event(), threading.Event()
 
     def fields() -> dict[str, str] | None:

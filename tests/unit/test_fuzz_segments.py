@@ -32,8 +32,6 @@ PARTS = 2
 
 
 class Outcome:
-    """How one process of the fuzzer ended."""
-
     def __init__(self, ended: subprocess.CompletedProcess[str]) -> None:
         lines = ended.stdout.splitlines()
         flips = [line for line in lines if re.fullmatch(r"\d+ \^ 0x[0-9a-f]+", line)]

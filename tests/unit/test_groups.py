@@ -287,8 +287,6 @@ def test_peers_are_asked_for_blocks_of_a_group(peers: Peers, exporter: Make, clo
 
 
 def grouped_node(dumped: Node) -> None:
-    """An engine with a chain of two blocks in group 0 and again in group 2, whose peer knows them,
-    and has yet to hear that the engine has reused block 25."""
     owner, peer = dumped.engine("owner", 0xA), dumped.engine("peer", 0xB)
     row = peer.replica.add_row(Epoch(0xA), "owner", 26, LeaseBit(0))
     for group in (0, 2):

@@ -45,7 +45,6 @@ def table(clock: Clock) -> Iterator[AnyTable]:
 
 
 def kept(table: AnyTable) -> set[int]:
-    """Blocks that count as leased or held."""
     first = None
     for block in reversed(range(table.num_blocks)):
         first = Free(block, next_free_block=first)
@@ -57,8 +56,6 @@ def kept(table: AnyTable) -> set[int]:
 
 @dataclass
 class Free:
-    """A block in a queue of free ones."""
-
     block_id: int
     block_hash: bytes | None = None
     ref_cnt: int = 0
@@ -327,8 +324,6 @@ def test_a_hold_of_another_mapping_is_seen_at_once(table: AnyTable, clock: Clock
 
 
 class Slotted:
-    """As vLLM's blocks: attributes in slots."""
-
     __slots__ = ("_block_hash", "block_id", "next_free_block", "ref_cnt")
     _block_hash: object
 

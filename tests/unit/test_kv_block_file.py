@@ -294,7 +294,6 @@ def test_a_command_names_the_file_that_it_cannot_use(
 
 
 def with_holes(path: Path, size: int) -> None:
-    """A file that states, and has, more bytes than there is memory."""
     block = BlockKey(KEYS[0], bytes(8), 0, 0)
     what = description(regions=[[size]], blocks=[block], checksums=[[0]])
     tensor = {"dtype": "U8", "shape": [1, size], "data_offsets": [0, size]}
@@ -337,7 +336,6 @@ def test_a_file_larger_than_the_address_space_is_told(
 
 
 def test_a_damaged_block_is_not_served(tmp_path: Path, short: Path) -> None:
-    """Bytes of blocks that have changed on the disk: the rest of the file is as it was."""
     path = tmp_path / "f"
     block_file.write(path, description(), arrays(), force=False)
     with closing(FileEngine(BlockFile(path), Config(), short)):

@@ -127,7 +127,6 @@ def test_the_format_is_that_of_the_fields(subtests: pytest.Subtests) -> None:
 
 
 def write(path: Path, rows: dict[int, list[float]], **fields: str) -> Path:
-    """A file with a block for each key."""
     told = {"kv_dtype": "auto", "dtype": "torch.float32", **fields}
     keys = [BlockKey(bytes([key]) * 32, bytes(8), 0, 0) for key in rows]
     width = 4 * len(next(iter(rows.values())))

@@ -33,7 +33,6 @@ def entries(node: ServedNode) -> set[str]:
 
 
 def left_socket(path: Path) -> None:
-    """A socket whose process has ended."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))
 

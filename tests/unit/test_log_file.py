@@ -22,8 +22,6 @@ TEXT = LineFormatter("engine", as_json=False)
 
 
 class Log:
-    """A log file, and what went elsewhere."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.elsewhere: list[str] = []
@@ -184,7 +182,6 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were opened, one after the other."""
     opened: list[str] = []
     original = LogFile._open
 

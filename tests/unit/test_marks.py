@@ -21,8 +21,6 @@ CHAIN = [bytes([index]) * 32 for index in range(1, 6)]
 
 @dataclass
 class PoolBlock:
-    """What marks ask of vLLM's block objects."""
-
     block_id: int
     block_hash: bytes | None = None
     ref_cnt: int = 1
@@ -47,8 +45,6 @@ class Slotted:
 
 
 class Elsewhere(Slotted):
-    """A later one that keeps its hash somewhere else: what stands in the old place is not it."""
-
     __slots__ = ("_other",)
 
     def __init__(self, block_id: int) -> None:
@@ -92,7 +88,6 @@ def pool(request: pytest.FixtureRequest) -> list[Block]:
 
 
 def hashed(pool: list[Block], *blocks: int) -> list[Block]:
-    """Their table, hashed as one chain."""
     for index, block in enumerate(blocks):
         pool[block].block_hash = CHAIN[index] + GROUP
     return [pool[block] for block in blocks]

@@ -40,7 +40,6 @@ A, B = ("n", "a", "m"), ("n", "b", "m")
 
 
 def values(**counts: int) -> Distribution:
-    """A histogram with so many values in the bucket ``b<bits>``."""
     of = {int(bits[1:]): count for bits, count in counts.items()}
     return Distribution(tuple(of.get(bits, 0) for bits in range(NUM_BUCKETS)), 3_000_000_000)
 

@@ -66,7 +66,6 @@ def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 async def exchange(port: int, sent: bytes, host: str = "127.0.0.1") -> bytes:
-    """What the server answers, until it hangs up."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(sent)
     try:
@@ -204,7 +203,6 @@ def test_slow_clients_hold_up_nobody_and_are_hung_up_on_in_time(
     before = threading.active_count()
 
     async def drip(port: int) -> None:
-        """Send a byte now and then, so that no single read waits for long."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         end = asyncio.ensure_future(reader.read())
         while not end.done():

@@ -44,7 +44,6 @@ def table(namespace: str) -> Iterator[AnyTable]:
 
 @pytest.fixture
 def state(table: AnyTable, peers: Peers) -> EpochState:
-    """Of which a RosterHandler uses the table and the peers only."""
     return EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
@@ -54,7 +53,6 @@ def handler(state: EpochState) -> RosterHandler:
 
 
 def recorded(other: IncompatibleEngine) -> str:
-    """What the slot table's error log says of an engine."""
     return ErrorCode.CANNOT_SHARE.text(*incompatible.record(other))
 
 

@@ -39,8 +39,6 @@ INFO = EngineInfo(
 
 
 class Engine:
-    """Remembers what it was told; ready to join from the moment that it has a description."""
-
     def __init__(self) -> None:
         self.told: list[Update] = []
         self.info: EngineInfo | None = INFO

@@ -55,8 +55,6 @@ def event(
 
 
 class Index:
-    """An index with the tombstones of two rows."""
-
     def __init__(self, capacity: int = 64) -> None:
         self.memory = make_index(capacity)
         self.tombstones = {row: bytearray(BLOCKS * TOMBSTONE_BYTES) for row in (0, 1, 63)}

@@ -62,8 +62,6 @@ def seconds_ago(seconds: float) -> int:
 
 
 class Found(NamedTuple):
-    """A judgement as people read it."""
-
     live: bool
     ready: bool
     progress: bool | None
@@ -82,7 +80,6 @@ def codes(space: NamespaceReading = SPACE, **changed: Any) -> list[Code]:
 
 
 def with_loop(loop: str, pending: int, rested: float) -> tuple[LoopProgress, ...]:
-    """The engine's loops, of which this one went round so many seconds ago."""
     return tuple(
         LoopProgress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress

@@ -22,8 +22,6 @@ from .served import Served, ServedNode
 
 
 class Clock:
-    """CLOCK_MONOTONIC, as far as the test moves it on."""
-
     ahead = 0.0
 
     def __call__(self) -> float:

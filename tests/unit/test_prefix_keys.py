@@ -24,8 +24,6 @@ def last(prompt: list[int], size: int, salt: bytes = b"", extra: Any = b"") -> b
 
 
 def test_keys_never_change() -> None:
-    """Engines of two versions would not find each other's blocks; if the way changes on purpose,
-    KEYS_VERSION does as well, and then these values."""
     plain = prefix_keys(range(5), 2)
     assert [key.hex()[:16] for key in plain] == KNOWN[:2]
     salted = prefix_keys(range(4), 4, salt=b"tenant", extra=b"adapter")

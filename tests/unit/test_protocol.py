@@ -141,7 +141,6 @@ def test_on_the_wire_an_incompatible_engine_is_a_stranger(decode: Any, frame: by
 
 
 def untupled(value: Any) -> Any:
-    """msgpack has no tuples."""
     if isinstance(value, dict):
         return {key: untupled(item) for key, item in value.items()}
     return [untupled(item) for item in value] if isinstance(value, (list, tuple)) else value

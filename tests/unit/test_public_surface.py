@@ -52,7 +52,6 @@ def surface() -> list[str]:
 
 
 def names_of(module: ModuleType) -> set[str]:
-    """``__all__``, or the names without underscore of what a module defines itself."""
     if named := (kvshm if module is api else module).__dict__.get("__all__"):
         return {*named}
     made_in = {
@@ -69,7 +68,6 @@ def kind_of(thing: object) -> str:
 
 
 def about(name: str, thing: Any) -> Iterator[str]:
-    """The lines of one public name."""
     if inspect.isfunction(thing):
         yield f"{name}{inspect.signature(thing)}"
     elif not inspect.isclass(thing):

@@ -108,7 +108,6 @@ def test_nothing_is_leased_from_an_engine_of_which_a_process_has_died(
 
 
 def test_a_process_that_has_died_is_marked_before_who_waits_for_it_knows() -> None:
-    """Also while nobody has taken note of its end."""
     for _ in range(20):
         table = new_table()
         with pulsing(table) as child:
@@ -196,7 +195,6 @@ def test_who_finds_no_mark_after_reading_has_read_what_was_there(
 
 
 def test_the_mark_comes_while_gibibytes_have_yet_to_go() -> None:
-    """Whoever had to wait for the end of the process would wait for that, too."""
     before = 0
     for _ in range(3):  # or this process got no core all that time
         table = new_table()

@@ -34,7 +34,6 @@ BIT = LeaseBit(3)
 
 
 def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
-    """Block ``block`` of the peer, newly published, onto own block ``block + 10``."""
     records = peer.publish(block)
     if any(taken):
         assert peer.table.lease(BIT, records) == (1, taken)
@@ -81,13 +80,11 @@ def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Itera
 
 @pytest.fixture
 def opened(cache: RankHalf, own: AnyTable) -> RankHalf:
-    """The cache in its epoch."""
     cache.open_epoch(own.epoch)
     return cache
 
 
 def in_use(table: AnyTable, ticket: int) -> int:
-    """How many ranks a ticket still waits for."""
     return table._load(TICKETS_OFFSET + 8 * ticket)
 
 
@@ -116,7 +113,6 @@ def test_a_hung_peer_holds_only_its_own_loads_up(
 def test_a_load_reports_once_all_its_peers_have_been_tried(
     opened: RankHalf, transport: PlayedTransport, exporter: Make
 ) -> None:
-    """What is copied already waits for what is still being attached: one report a load."""
     near, slow = exporter("near"), exporter("slow")
     transport.hung[slow.info.epoch] = threading.Event()
     opened.begin_load(load_of(piece_of(near, 1), piece_of(slow, 2)))

@@ -29,7 +29,6 @@ __all__ = ["cache", "own", "transport"]
 
 @pytest.fixture
 def attached(cache: RankHalf, own: AnyTable, exporter: Make) -> Make:
-    """Makes exporters that the rank has attached."""
     cache.open_epoch(own.epoch)
 
     def make():  # type: ignore[no-untyped-def]  # an Exporter

@@ -65,7 +65,6 @@ def attachments(
 
 
 def told(peer: Exporter) -> EngineInfo:
-    """What the list says of a peer."""
     rank = RankInfo(os.getpid(), memory_of(peer.info.epoch))
     return msgspec.structs.replace(peer.info, ranks=[rank])
 
@@ -265,7 +264,6 @@ def test_no_copy_from_a_dead_exporter_is_begun(
     table: AnyTable,
     who: Rank | None,
 ) -> None:
-    """Its life word is as it was, and there is no coordinator."""
     peer = exporter()
     with pulsing(peer.table, who):
         listed.write([told(peer)])

@@ -21,7 +21,6 @@ from .served import Served, ServedNode
 
 @pytest.fixture
 def node(served: ServedNode) -> ServedNode:
-    """Two engines that know each other and have published nothing."""
     for epoch in (1, 2):
         engine = served.serve(f"e{epoch}", epoch)
         engine.table.begin_pulse(None)
@@ -35,7 +34,6 @@ def publish(engine: Served, block: int) -> None:
 
 
 def seen(reading: NodeReading) -> dict[str, tuple[int, int | None]]:
-    """Published blocks, and how many of the peer's the replica lacks."""
     return {e.name: (e.blocks.ready, e.peers[0].lacking) for e in reading.engines}
 
 

@@ -24,8 +24,6 @@ GROUPS = [
 
 
 class Holders:
-    """Who holds which blocks; counts the blocks that it is asked for."""
-
     def __init__(self, held: set[tuple[int, int]]) -> None:
         self.held = held
         self.asked = 0
@@ -71,7 +69,6 @@ def test_each_length_that_can_be_restored_is_told(subtests: pytest.Subtests) -> 
 
 @pytest.mark.parametrize("every", [1, 2, 5], ids="held but each {}th".format)
 def test_each_block_is_asked_for_only_some_times(every: int) -> None:
-    """Also where many lengths can be restored, and where hardly a block is held."""
     keys, full, window = 2000, Group(0, 2), Group(1, 2, window=4)
     held = {(0, index) for index in range(keys)}
     held |= {(1, index) for index in range(keys) if every == 1 or index % every}

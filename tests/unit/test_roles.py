@@ -83,7 +83,6 @@ segments: SegmentClient
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    """What mypy, strict, finds wrong: what is done, and by which role or with what is fetched."""
     program, done = HEAD, []
     for what in MAY:
         for role in (OWN, RANK, PEER, ROSTER, VIEW):

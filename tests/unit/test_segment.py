@@ -50,7 +50,6 @@ def segment() -> Iterator[Segment]:
 
 
 def mapped(segment: Segment, writable: bool = True, largest: int = NBYTES) -> Segment:
-    """The same memory, as one maps it who was handed it."""
     return Segment.from_fd("theirs", segment.descriptor(writable), writable, largest)
 
 

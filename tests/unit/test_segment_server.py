@@ -136,7 +136,6 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
 
 
 def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
-    """A process that is killed leaves its table to whoever has it, and a socket to nobody."""
     script = (
         "import sys\nfrom pathlib import Path\n"
         "from tests.unit.served import *\n"
@@ -164,7 +163,6 @@ Respond = Callable[[socket.socket], object]
 
 @contextmanager
 def answering(served: ServedNode, respond: Respond) -> Iterator[None]:
-    """One that answers a single request as it likes."""
     path = engine_socket(served.run_dir, served.namespace, EPOCH)
 
     def serve() -> None:
@@ -296,7 +294,6 @@ def test_without_descriptors_asking_is_a_sentence(
 def test_an_engine_without_descriptors_is_not_taken_for_one_that_has_ended(
     served: ServedNode, engine: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks would forget it."""
     with monkeypatch.context() as short:
         short.setattr(AnyTable, "descriptor", none_left)
         with pytest.raises(SegmentError, match="without an answer") as caught:

@@ -52,8 +52,6 @@ def digest(number: int) -> BlockHash:
 
 @dataclass
 class ModelSlot:
-    """What the protocol says of one slot."""
-
     generation: int = 0
     state: SlotState = SlotState.EMPTY
     leases: set[int] = field(default_factory=set)

@@ -63,7 +63,6 @@ NAMES = ["pinned", "Pool.method", "Pool"]
 
 
 def digests(text: str) -> dict[str, str | None]:
-    """Of all names; the fast way says what parsing all of the text says, for each by itself too."""
     source = Source(text)
     found = source.whole_digests(NAMES)
     assert source.digests(NAMES) == found
@@ -73,7 +72,6 @@ def digests(text: str) -> dict[str, str | None]:
 
 
 def differing(text: str) -> set[str]:
-    """The names of which the digest is another one than in MODULE."""
     before, after = digests(MODULE), digests(text)
     # Else parsing would never be reached.
     same_outline = Source(text).outline_digest(NAMES) == Source(MODULE).outline_digest(NAMES)

@@ -70,7 +70,6 @@ def digest(text: str, name: str = "Pool.get") -> str | None:
 
 
 def test_every_python_computes_this_digest() -> None:
-    """This file runs under all that kvshm supports (make test-pythons)."""
     assert digest(SAMPLE) == GET
 
 

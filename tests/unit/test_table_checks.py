@@ -37,14 +37,11 @@ ME = Sender(b"route", os.geteuid(), os.getpid())
 
 
 class Shell:
-    """Tables, and who waits for their news."""
-
     def __init__(self, node: ServedNode) -> None:
         self.clock = Clock()
         self.tables = Tables(node.run_dir, node.namespace, self.clock)
 
     def wait(self) -> list[Input]:
-        """What is told next."""
         connections = [connection.fileno() for connection in self.tables.connections()]
         readable, _, _ = select.select(connections, [], [], 60)
         return list(self.tables.read(set(readable)))
@@ -59,7 +56,6 @@ class Shell:
         return answer.refusal
 
     def refusal(self, info: EngineInfo, sender: Sender = ME) -> Refusal:
-        """It is refused, and nothing of it is kept."""
         refusal = self.check(info, sender)
         assert refusal is not None
         assert not list(self.tables.connections())
@@ -338,7 +334,6 @@ def test_an_answer_that_is_none_is_refused(
 
 @pytest.fixture
 def silent(served: ServedNode) -> Iterator[socket.socket]:
-    """That of an owner who stands still."""
     path = engine_socket(served.run_dir, served.namespace, EPOCH)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))

@@ -17,7 +17,6 @@ SECOND = 1_000_000_000
 def proc(
     at: Path, told: str | None, namespace: str = "time:[7]", children: str = "time:[7]"
 ) -> Path:
-    """A process's directory in /proc, as far as it tells of time."""
     (at / "ns").mkdir(parents=True)
     if told is not None:
         (at / "timens_offsets").write_text(told)

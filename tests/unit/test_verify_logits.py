@@ -22,7 +22,6 @@ Logprobs = dict[str, Any]
 
 
 def logprobs(*tokens: str, chosen: float = -0.5, other: float = -2.0) -> Logprobs:
-    """An answer of these tokens, each beside one candidate."""
     top = [{token: chosen, "token_id:9": other} for token in tokens]
     return {"tokens": tokens, "token_logprobs": [chosen] * len(tokens), "top_logprobs": top}
 
@@ -226,7 +225,6 @@ def test_an_odd_count_of_imports_is_refused(
 
 @contextmanager
 def sending(*pieces: bytes, pause: float = 0.0) -> Iterator[str]:
-    """A server that reads no request: it sends pieces, then closes."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
 
         def run() -> None:

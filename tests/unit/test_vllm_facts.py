@@ -89,7 +89,6 @@ def test_the_page_is_the_generated_one() -> None:
 
 
 def played(version: str, files: Mapping[str, str]) -> Vllm:
-    """A vLLM of these files, with an empty one for each that facts name else."""
     return Vllm(version, lambda file: files[file].encode() if file in files else None)
 
 

@@ -226,7 +226,6 @@ class DrivenEngine:
         return [block.block_id for block in tables[group]]
 
     def tables_of(self, name: str) -> list[list[int]]:
-        """A request's block tables, by group."""
         tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
         return [[block.block_id for block in table] for table in tables]
 

@@ -47,8 +47,6 @@ PARALLEL = 3
 
 
 class Pair:
-    """The engine that sleeps and its peer."""
-
     def __init__(self, a: Engine, b: Engine) -> None:
         self.a, self.b = a, b
         self.firsts = itertools.count(2000, 1000)
@@ -106,8 +104,6 @@ def begin_import(pair: Pair, exporter: Engine, importer: Engine, held: Any) -> s
 
 
 def go_on_when(held: Any, ended: Callable[[], bool]) -> None:
-    """Let the copy go a moment after the sleep has begun to wait for it."""
-
     def watch() -> None:
         until(ended)
         time.sleep(0.3)

@@ -43,7 +43,6 @@ def without(*fast: str) -> dict[str, Any]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of those files of vLLM that count."""
     return copy_of_vllm(tmp_path, FILES).parent
 
 

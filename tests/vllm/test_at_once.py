@@ -45,8 +45,6 @@ def next_token(kv: list[int]) -> int:
 
 @dataclass
 class Computed:
-    """What a step computes of one request."""
-
     request: Request
     tables: list[list[int]]
     begin: int
@@ -58,8 +56,6 @@ class Computed:
 
 @dataclass
 class Node:
-    """The engine, its one rank, and what lies in the rank's memory."""
-
     e: DrivenEngine
     rnd: random.Random
     failing: float = 0.6
@@ -137,7 +133,6 @@ class Node:
         self.steps.append((sent, parts))
 
     def run(self) -> None:
-        """The oldest step is computed, and its output arrives."""
         sent, parts = self.steps.popleft()
         report = RankReport(step=sent.metadata.step)
         for load in sent.metadata.at_once:

@@ -41,8 +41,6 @@ Place = tuple[Group, int]
 
 @dataclass
 class Written:
-    """What a step computes of one request."""
-
     request: Request
     tables: list[list[int]]
     begin: int
@@ -219,7 +217,6 @@ class Node:
     # -- the rank
 
     def run(self) -> None:
-        """The oldest step is computed, and its output arrives."""
         step = self.steps.popleft()
         metadata = step.sent.metadata
         report = RankReport(step=metadata.step, weights_changed=self.changed)
@@ -324,7 +321,6 @@ class Node:
     # -- what must hold at any moment
 
     def table(self) -> OwnSlotTable | None:
-        """The table that others may read from at the moment."""
         table = self.side.cache.table
         alive = table is not None and not table.retired and table.life(0) == table.epoch
         return table if alive else None

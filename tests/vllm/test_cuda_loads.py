@@ -28,7 +28,6 @@ from .cuda_workers import Make, Played, finished, load_of, until
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load thread that is not woken looks at nothing for a minute."""
     monkeypatch.setattr(rank_half, "TIDY_SECONDS", 60.0)
 
 
@@ -157,7 +156,6 @@ def test_a_load_ends_with_its_copy_though_a_later_one_is_under_way(
 
 
 def let_one_end(copies: CopyStream) -> None:
-    """Let the GPU do the oldest copy, and nothing behind it."""
     event, queue = copies._pending[0].buffers.event, copies.stream.owner.work
     while event.reached < event.turn:
         queue.popleft()()

@@ -74,7 +74,6 @@ class Node:
         self.e.run(sent)
 
     def measure(self, per_token: float) -> None:
-        """Compute and answer a prompt of 256 tokens, and decode."""
         self.e.add("decodes", prompt(0), max_tokens=40)
         for _ in range(40):
             self.step(per_token)

@@ -31,11 +31,9 @@ class Starting:
         self._coordinator.listen()
 
     def scheduled(self) -> set[str]:
-        """The requests of the next step."""
         return set(self.engine.step().output.num_scheduled_tokens)
 
     def joins(self) -> None:
-        """The coordinator answers: nobody else is there."""
         epoch = self.cache.epoch_state.table.epoch
         self.cache._handler.apply(
             Joined(

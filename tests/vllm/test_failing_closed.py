@@ -86,8 +86,6 @@ def finish(e: DrivenEngine, name: str) -> None:
 
 @pytest.fixture
 def lenient(engine: Make) -> Make:
-    """Makes engines whose hooks may fail, as in production: no error reaches vLLM."""
-
     def make(asynchronous: bool = False) -> DrivenEngine:
         e = engine(asynchronous)
         e.connector.strict = False

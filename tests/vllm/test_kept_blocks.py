@@ -29,14 +29,12 @@ OTHERS = 10_000
 
 
 def compute(e: DrivenEngine, tokens: list[int], name: str = "first") -> None:
-    """A request comes and goes."""
     e.add(name, tokens, max_tokens=1)
     while name in e.scheduler.requests:
         e.step()
 
 
 def records_of(e: DrivenEngine, blocks: set[int]) -> bytes:
-    """What importers know of published blocks."""
     return pack_records(r for r in unpack_records(e.table.scan()) if r.block_id in blocks)
 
 

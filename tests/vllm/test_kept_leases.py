@@ -40,8 +40,6 @@ FILL_BLOCKS = 13
 
 
 class Outcome(NamedTuple):
-    """What some rounds have brought."""
-
     imported: int
     discarded: int
     """Blocks that the exporter reused under the copy."""
@@ -86,7 +84,6 @@ class Reuse:
         self.settle(self.a)
 
     def is_there(self, chain: list[bytes]) -> bool:
-        """Whether others may read the whole prefix."""
         found = {record.block_hash for record in unpack_records(self.a.cache.table.scan())}
         return found.issuperset(chain[:PREFIX_BLOCKS])
 
@@ -118,11 +115,9 @@ class Reuse:
         assert self.leased() == 0
 
     def leased(self) -> int:
-        """How many blocks of the exporter are leased."""
         return sum(bool(slot.leases) for slot in self.a.cache.table.slots())
 
     def outcome(self) -> Outcome:
-        """Of ROUNDS rounds."""
         before = self.counted()
         self.computed_again = self.steps = 0
         for _ in range(ROUNDS):

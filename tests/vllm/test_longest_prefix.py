@@ -221,5 +221,4 @@ def test_the_longest_prefix_is_what_one_cache_with_all_blocks_would_give(
 
 
 def needed_locally(node: Node, local: int) -> set[Key]:
-    """All blocks before the local hit."""
     return {(g.number, i) for g in node.groups.all for i in range(local // g.scale)}

@@ -52,7 +52,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def arrived(sent: Any) -> RankReport:
-    """The rank's report of the step: all of its loads have arrived."""
     report = RankReport(step=sent.metadata.step)
     for load in sent.metadata.loads:
         object.__setattr__(load, "lost", ())

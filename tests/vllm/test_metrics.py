@@ -53,7 +53,6 @@ TOLD = {**LOADS, "import_seconds": {"shm": [0.25, 0.0007]}, "prompt_tokens": PRO
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Those of Prometheus and of vLLM are the process's."""
     known = {k: v for k, v in KVConnectorFactory._registry.items() if k != "KvshmConnector"}
     monkeypatch.setattr(KVConnectorFactory, "_registry", known)
     unregister_vllm_metrics()
@@ -168,7 +167,6 @@ def test_sums_of_steps_are_the_same_however_they_are_added(steps: list[LoadStats
 
 
 def test_a_step_in_which_nothing_happened_tells_nothing(engine: Make) -> None:
-    """A worker neither."""
     e = engine()
     e.add("a", prompt(2))
     e.step()

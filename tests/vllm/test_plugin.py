@@ -274,7 +274,6 @@ def test_an_untested_vllm_is_used_if_it_does_the_same_or_that_was_asked_for(
 def test_a_name_that_vllm_changed_declines(
     make_config: MakeConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only what an import misses: the connector's class body uses a member of an enum."""
     monkeypatch.setattr("vllm.v1.metrics.cache_hit_source.CacheHitSource", object())
     monkeypatch.delitem(sys.modules, "kvshm.hooks.vllm.connector", raising=False)
     for _ in range(2):
