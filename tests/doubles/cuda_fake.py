@@ -115,7 +115,7 @@ class FakeDriver:
         return address
 
     def make(self, nbytes: int, kind: str = "ipc") -> int:
-        """Memory of a kind: "ipc", "fd", "fabric", or "async", which nobody can export."""
+        """Memory of a kind: "ipc", "fd", "fabric", or "async", which no one can export."""
         allocation = _Allocation(
             os.memfd_create("fake-gpu"), nbytes, self, kind, secrets.token_bytes(64)
         )

@@ -250,7 +250,7 @@ def end(node: ChaosNode, problems: Counter[str]) -> None:
 
 
 def hear_coordinator(node: ChaosNode, coordinator: Member) -> None:
-    """Ask it, since nobody has for a while, for as long as it may be silent."""
+    """Ask it, since no one has for a while, for as long as it may be silent."""
     deadline = time.monotonic() + UNANSWERED_SECONDS
     while coordinator.silence > LOOK_SECONDS and time.monotonic() < deadline:
         node.ping()

@@ -53,7 +53,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Quiet(Processes):
-    """Processes whose lines nobody wants to see at the end: there are thousands."""
+    """Processes whose lines no one wants to see at the end: there are thousands."""
 
     def forget(self, process: Managed) -> None:
         """Let go of what is kept of one, which has ended or is to end now.  Its last lines are
@@ -114,7 +114,7 @@ class Member:
     successor_point: str = ""
     """That of the engine that takes its place."""
     was_ended: bool = False
-    """Whether the run has ended it: then it has not come to its sync point, or nobody can tell."""
+    """Whether the run has ended it: then it has not come to its sync point, or no one can tell."""
     damaged: bool = False
     """Whether memory of it has been cut or emptied: its invariants say nothing any more."""
     excused_until: float = 0.0
@@ -305,7 +305,7 @@ class ChaosNode:
 
     def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
         """End one as the schedule wants it: which must not hide that it hung."""
-        member.listen()  # perhaps nobody has for a while
+        member.listen()  # perhaps no one has for a while
         if member is self.coordinator and member.silence > self._longest_silence(member) / 2:
             self._tell_hang(member)
         in_order = number != signal.SIGKILL and member.has_begun
@@ -355,7 +355,7 @@ class ChaosNode:
         rank.pidfd = -1
 
     def strays(self) -> list[str]:
-        """Children that nobody knew of: ranks of engines that ended before they had named them.
+        """Children that no one knew of: ranks of engines that ended before they had named them.
         Notes those that have ended otherwise than in good order; returns those that run."""
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:

@@ -40,7 +40,7 @@ class Toy:
         self.node = kvshm.join(identity, memory=self.memory, name=name, **given)
 
     def prompt(self, blocks: int = 6, salt: bytes = b"") -> list[bytes]:
-        """The keys of a prompt of so many blocks, the same in each engine."""
+        """The keys of a prompt of this many blocks, the same in each engine."""
         return list(self.node.keys(range(blocks * TOKENS), salt))
 
     def write(self, block: int, key: bytes, seed: bytes = b"") -> None:

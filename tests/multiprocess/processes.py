@@ -254,7 +254,7 @@ def fresh_node() -> Iterator[Node]:
 
 
 def wait_until(holds: Callable[[], bool], what: str, patience: float = PATIENCE_SECONDS) -> None:
-    """Wait for a state of shared memory that nobody announces; fails the test if it does
+    """Wait for a state of shared memory that no one announces; fails the test if it does
     not come about within ``patience`` seconds."""
     deadline = time.monotonic() + patience
     pause = threading.Event()

@@ -32,8 +32,8 @@ def beside(pid: int) -> Command:
 
 
 def own_clock(ahead: int) -> Command:
-    """Run a command in a time namespace of its own, whose CLOCK_MONOTONIC is so many seconds ahead
-    of the machine's.  That clock must not become negative."""
+    """Run a command in a time namespace of its own, whose CLOCK_MONOTONIC runs
+    ``ahead`` seconds ahead of the machine's.  That clock must not become negative."""
     # The second program is in the namespace where the first one only prepares it for its children.
     enter = ("unshare", "--time", f"--monotonic={ahead}", f"--boottime={ahead}")
     check = 'test "$(readlink /proc/$$/ns/time)" = "$(readlink /proc/$$/ns/time_for_children)"'

@@ -63,7 +63,7 @@ class Engine:
         return {"length": min(start + number, len(keys))}
 
     def reuse(self, first: int, number: int) -> dict[str, Any]:
-        """Retract blocks, and write what nobody asked for."""
+        """Retract blocks, and write what no one asked for."""
         blocks = sorted(self.published)
         chosen = {blocks[(first + i) % len(blocks)] for i in range(number)} if blocks else set()
         self.node.retract(chosen)

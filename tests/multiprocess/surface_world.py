@@ -52,8 +52,8 @@ class Peer:
         assert self._process is not None
         since = len(self._process.out)
         self._process.say(json.dumps({"do": what, **how}))
-        told = self._process.wait_out(lambda line: f'"did": "{what}"' in line, since)
-        answer: dict[str, Any] = json.loads(told)
+        reported = self._process.wait_out(lambda line: f'"did": "{what}"' in line, since)
+        answer: dict[str, Any] = json.loads(reported)
         assert answer.get("wrong", 0) == 0, f"{self.name} imported wrong bytes: {answer}"
         return answer
 

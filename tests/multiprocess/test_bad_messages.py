@@ -136,7 +136,7 @@ def test_the_version_is_named_on_both_sides_and_logged_once(node: Node, sender: 
 NOWHERE = MemoryDescriptor("none", 0, 0, [])
 
 
-def test_strange_numbers_of_a_member_harm_nobody(node: Node, sender: Sender) -> None:
+def test_strange_numbers_of_a_member_harm_no_one(node: Node, sender: Sender) -> None:
     """All of it fits the types, and the engine is in the roster."""
     coordinator = node.coordinator()
     other = FakeEngine(node, "other", "--fingerprint", "f" * 32)

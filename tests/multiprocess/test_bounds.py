@@ -38,7 +38,7 @@ pytestmark = pytest.mark.multiprocess
 MEGABYTE = 1 << 20
 ENDS = command_endpoint, event_endpoint
 QUESTION = frame(encode(Heartbeat(epoch=1, sequence=0)))
-"""A coordinator answers that nobody of that epoch has joined."""
+"""A coordinator answers that no one of that epoch has joined."""
 
 
 def limited(descriptors: int) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ def end_by_connections(coordinator: subprocess.Popen[bytes], node: Node) -> None
 
 
 @pytest.mark.parametrize(("end", "status"), [(end_by_signal, 0), (end_by_connections, 5)])
-def test_a_log_that_nobody_reads_delays_neither_engines_nor_the_end(
+def test_a_log_that_no_one_reads_delays_neither_engines_nor_the_end(
     node: Node, end: Callable[[subprocess.Popen[bytes], Node], None], status: int
 ) -> None:
     read, write = os.pipe()

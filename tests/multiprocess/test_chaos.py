@@ -1,4 +1,4 @@
-"""Short chaos runs: no wrong byte, nobody ends who was not ended, nothing is left.
+"""Short chaos runs: no wrong byte, no one ends who was not ended, nothing is left.
 
 Long ones are started by hand (chaos.py).  That a run can fail is shown by built-in wrong copies and
 by a death that the schedule does not know of.
@@ -70,18 +70,18 @@ def test_a_seed_stands_for_its_faults() -> None:
     assert {*ENGINE_POINTS, *RANK_POINTS} == set(SyncPoint.__members__)
 
 
-def test_ends_of_processes_harm_nobody() -> None:
+def test_ends_of_processes_harm_no_one() -> None:
     """Two ranks each: one that ends takes its engine along."""
     check_clean(*chaos("--seconds", "8", "--ranks", "2", *each(ENDS)), ENDS)
 
 
-def test_deaths_and_stops_at_sync_points_harm_nobody() -> None:
+def test_deaths_and_stops_at_sync_points_harm_no_one() -> None:
     check_clean(*chaos("--seconds", "8", *each(["engine-point"])), ["engine-point"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.nightly)])
-def test_nobody_ends_but_who_is_ended(seed: int) -> None:
+def test_no_one_ends_but_who_is_ended(seed: int) -> None:
     check_clean(*chaos("--seconds", "60", *each(WEIGHTS, seed)), WEIGHTS)
 
 

@@ -12,7 +12,7 @@ from .processes import Node, wait_until
 pytestmark = pytest.mark.multiprocess
 
 
-def test_while_nobody_is_there_to_hear_nothing_is_sent(node: Node) -> None:
+def test_while_no_one_is_there_to_hear_nothing_is_sent(node: Node) -> None:
     node.coordinator()
     alone = FakeEngine(node, "alone")
     table = alone.table()
@@ -27,7 +27,7 @@ def test_while_nobody_is_there_to_hear_nothing_is_sent(node: Node) -> None:
     table.close()
 
 
-def test_what_went_to_nobody_is_found_by_who_had_joined_unnoticed(node: Node) -> None:
+def test_what_went_to_no_one_is_found_by_who_had_joined_unnoticed(node: Node) -> None:
     """The newcomer has scanned the table, but the engine does not know of it yet."""
     node.coordinator()
     a = FakeEngine(node, "a")
@@ -62,7 +62,7 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     b.heard("engine_events", blocks=[1])
     marks = [a.mark(), b.mark()]
     first.kill()
-    a.do("publish", blocks=[2])  # sent to nobody
+    a.do("publish", blocks=[2])  # sent to no one
     node.coordinator()
     again = [e.joined(mark)["bit"] for e, mark in zip((a, b), marks, strict=True)]
     assert again == bits
@@ -76,12 +76,12 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     b.heard("engine_events", marks[1], blocks=[1, 2, 3])
     table = a.table()
 
-    def told() -> dict[str, int]:
+    def counts() -> dict[str, int]:
         return table.counters.snapshot()
 
     # What b has read in the table may yet have to be sent.
-    wait_until(lambda: told()["events_sent"] + told()["events_dropped"] >= 3, "all is sent")
-    counted = told()
+    wait_until(lambda: counts()["events_sent"] + counts()["events_dropped"] >= 3, "all is sent")
+    counted = counts()
     # A batch that met no coordinator, or one that had yet to answer the join, was dropped; b
     # heard of its blocks all the same, by looking into a's table.
     assert counted["events_sent"] >= 1

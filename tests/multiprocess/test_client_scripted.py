@@ -30,6 +30,16 @@ from .scripted import HASTY, Script, engine_info
 pytestmark = pytest.mark.multiprocess
 
 
+def test_broadcasts_up_to_the_roster_are_dropped(script: Script) -> None:
+    script.expect(Join)
+    for sequence in (1, 2, 3):
+        script.publish(script.events(sequence, sequence, b"%d" % sequence))
+    script.answer(script.joined(sequence=2, e7=2))
+    script.engine.wait("engine_events", 7, b"3")
+    names = [call[0] for call in script.engine.calls]
+    assert names == ["joined", "engine_joined", "engine_events"]
+
+
 def test_lost_broadcast_makes_it_join_again(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined(sequence=4, e7=1))
@@ -154,7 +164,7 @@ def test_new_epoch_leaves_with_the_old_one_first(script: Script) -> None:
     assert (join.engine.epoch, join.sequence) == (101, 0)
 
 
-def test_each_refusal_is_told_and_a_new_epoch_tries_at_once(script: Script) -> None:
+def test_each_refusal_is_reported_and_a_new_epoch_tries_at_once(script: Script) -> None:
     refused = Refused(engine_epoch=100, reason="r", remedy="do", retry=True)
     for _ in range(2):
         script.expect(Join)
@@ -175,7 +185,7 @@ def test_a_first_refusal_for_good_is_not_tried_again_soon(hasty_script: Script) 
     script.engine.wait("refused", ANY)
     quiet_until = time.monotonic() + 2 * HASTY.reply_seconds
     while (left := quiet_until - time.monotonic()) > 0:
-        assert not script.is_told(left), "asks again before ``refused_seconds`` are over"
+        assert not script.is_reported(left), "asks again before ``refused_seconds`` are over"
 
 
 def test_a_rejoin_that_comes_after_the_join_does_not_leave_the_new_epoch(script: Script) -> None:

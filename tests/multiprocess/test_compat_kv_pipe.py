@@ -132,7 +132,7 @@ def test_what_an_end_left_behind_is_known_not_to_be_taken(pipe: KVPipe, end: KVP
 
 
 def test_a_message_that_was_only_leased_is_not_taken(calls: Calls, pipe: KVPipe) -> None:
-    """As by a receiver that died while it copied, which nobody has cleaned up after."""
+    """As by a receiver that died while it copied, which no one has cleaned up after."""
     end = KVPipe("p", 1, slots=SLOTS, message_bytes=BYTES, config=calls.config())
     pipe.send_tensor(b"never received")
     node: Any = end._rows.node
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_and_the_pipe_goes_on(pipe: KVPipe, other: 
 
 
 def test_an_end_that_was_killed_is_a_timeout(pipe: KVPipe, other: Other) -> None:
-    """What it had sent and nobody received is lost with it; what it had not taken as well."""
+    """What it had sent and no one received is lost with it; what it had not taken as well."""
     other.do("send", ["aa", "bb"])
     assert pipe.recv_tensor() == b"\xaa"
     other.process.kill()

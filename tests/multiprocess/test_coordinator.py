@@ -160,7 +160,7 @@ def test_death_of_a_rank_ends_the_epoch_but_keeps_the_bit(node: Node) -> None:
     assert engine.joined(mark)["bit"] == joined["bit"]
 
 
-def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
+def test_leave_is_reported_and_the_leases_go_with_the_process(node: Node) -> None:
     coordinator = node.coordinator()
     staying, leaving = in_turn(node, "staying", "leaving")
     epoch = leaving.joined()["epoch"]

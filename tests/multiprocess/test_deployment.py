@@ -46,10 +46,10 @@ class Manager:
         self.socket.settimeout(PATIENCE_SECONDS)
         self.environ = {"NOTIFY_SOCKET": address.replace("\0", "@")}
 
-    def told(self) -> bytes:
+    def heard(self) -> bytes:
         return self.socket.recv(4096)
 
-    def told_nothing(self) -> bool:
+    def heard_nothing(self) -> bool:
         self.socket.setblocking(False)
         try:
             return not self.socket.recv(4096)
@@ -71,21 +71,21 @@ def coordinator(node: Node, environ: dict[str, str]) -> Managed:
     return node.processes.start("coordinator", *command, environ=environ)
 
 
-def test_the_service_manager_is_told_when_it_serves_and_when_it_stops(
+def test_the_service_manager_is_reported_when_it_serves_and_when_it_stops(
     node: Node, manager: Manager
 ) -> None:
     process = coordinator(node, manager.environ)
-    assert manager.told() == b"READY=1"
+    assert manager.heard() == b"READY=1"
     process.wait_err("event=serving")
     assert process.terminate() == 0
-    assert manager.told() == b"STOPPING=1"
-    assert manager.told_nothing()
+    assert manager.heard() == b"STOPPING=1"
+    assert manager.heard_nothing()
 
 
 def test_one_that_cannot_serve_never_says_it_is_ready(node: Node, manager: Manager) -> None:
     node.coordinator()
     assert coordinator(node, manager.environ).wait() == 3
-    assert manager.told_nothing()
+    assert manager.heard_nothing()
 
 
 def test_a_manager_that_does_not_listen_is_no_error(node: Node) -> None:

@@ -17,15 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.config import SETTINGS
-
-from ..unit.pages import PAGES, ROOT, called
+from ..unit.pages import PAGES, called
 from . import toys
 from .processes import Node, fresh_node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
-OPERATIONS = ROOT / "docs/operations.md"
 SCRIPTS = Path(sys.executable).parent
 DUMPS = r"kvshm dump|python -m kvshm\.tools\.dump_index"
 
@@ -101,26 +98,9 @@ def test_the_dump_has_something_to_show(node: Node, meant: dict[str, str], call:
         assert done.stdout.startswith(f"namespace {node.namespace}\n")
 
 
-def test_the_dump_on_the_page_looks_like_a_real_one(node: Node) -> None:
-    shown_there = re.findall(r"^```\n(namespace .*?)^```", OPERATIONS.read_text(), re.M | re.S)
-    headings = [" ".join(line.split()) for line in shown_there[0].splitlines()]
-    headings = [line for line in headings if line and not re.search(r"\d", line)]
-    assert len(headings) > 5
-    done = run(node, "kvshm", "dump-index", "--namespace", node.namespace)
-    real = {" ".join(line.split()) for line in done.stdout.splitlines()}
-    assert set(headings) - {"namespace default"} <= real
-
-
-def test_config_prints_what_is_in_force(node: Node) -> None:
-    assert shown("kvshm config") == [""]
-    done = run(node, "kvshm", "config")
-    assert (done.returncode, done.stderr) == (0, "")
-    names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
-    assert re.search(rf"^KVSHM_NAMESPACE +{node.namespace} +environment$", done.stdout, re.M)
-
-
-def test_the_coordinator_is_started_as_shown_and_told_from_a_second_one(node: Node) -> None:
+def test_the_coordinator_is_started_as_shown_and_distinguished_from_a_second_one(
+    node: Node,
+) -> None:
     assert shown("kvshm-coordinator") == [""]
     second = run(node, "kvshm-coordinator")
     assert second.returncode == 3

@@ -1,4 +1,4 @@
-"""What a transport of others raises, although nobody foresees it: its engine goes on, and so do its
+"""What a transport of others raises, although no one foresees it: its engine goes on, and so do its
 peers, for which its blocks are misses."""
 
 from __future__ import annotations

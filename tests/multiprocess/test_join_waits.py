@@ -125,13 +125,13 @@ def test_who_is_refused_does_not_wait(toys: Toys) -> None:
     assert "has 8 engines here already" in toys.begin("one more", wait=FOR_EVER).node.refusal
 
 
-def test_without_a_coordinator_nobody_waits() -> None:
+def test_without_a_coordinator_no_one_waits() -> None:
     with fresh_node() as place:
         Toy(place, "alone", "kind", wait=FOR_EVER).close()
 
 
 def test_a_wait_ends_with_the_coordinator() -> None:
-    """It answers nobody when the engine joins, and dies then."""
+    """It answers no one when the engine joins, and dies then."""
     with fresh_node() as place:
         coordinator = place.coordinator()
         os.kill(coordinator.pid, signal.SIGSTOP)

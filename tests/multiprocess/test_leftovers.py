@@ -85,8 +85,8 @@ def test_a_crash_of_everything_is_cleaned_up_by_a_command(
 
 def test_a_mistyped_directory_is_named_and_not_made(node: Node) -> None:
     mistyped = node.run_dir / "typo"
-    told = clean(node, "--dry-run", "--run-dir", str(mistyped))
-    assert (told.returncode, told.stderr) == (
+    reported = clean(node, "--dry-run", "--run-dir", str(mistyped))
+    assert (reported.returncode, reported.stderr) == (
         0,
         f"nothing to do: there is no directory {mistyped}\n",
     )
@@ -108,8 +108,8 @@ def test_what_belongs_to_the_living_stays(node: Node) -> None:
     assert [len(names) for names in (of_dead, of_living, ranks)] == [2, 2, 2]
     coordinator.kill()
     dead.kill()
-    told = clean(node)
-    assert all(str(node.run_dir / name) in told.stdout for name in of_dead)
+    reported = clean(node)
+    assert all(str(node.run_dir / name) in reported.stdout for name in of_dead)
     (rank,) = left(node) - of_living
     assert rank in ranks
     living.signal(signal.SIGTERM)

@@ -146,7 +146,7 @@ def test_a_key_that_no_prefix_can_reach_is_not_waited_for(toys: Toys) -> None:
     [((Group(0, 2 * TOKENS, scale=2), Group(1, TOKENS)), 3), ((Group(0, TOKENS, chunk=8),), 0)],
     ids=["start within a block", "chunk's end"],
 )
-def test_where_nothing_can_be_restored_nobody_waits(
+def test_where_nothing_can_be_restored_no_one_waits(
     toys: Toys, groups: Sequence[Group], start: int
 ) -> None:
     node = toys.join("a", groups=groups).node

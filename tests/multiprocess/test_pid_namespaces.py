@@ -61,8 +61,8 @@ def only_the_dead_is_gone(exporter: FakeEngine, dying: FakeEngine, living: FakeE
     living.do("publish", blocks=[3])
     exporter.heard("engine_events", epoch=living.started["epoch"], blocks=[3])
     for engine in (exporter, living):
-        told = [said["epoch"] for said in engine.all_heard("engine_gone")]
-        assert not {exporter.started["epoch"], living.started["epoch"]} & set(told)
+        reported = [said["epoch"] for said in engine.all_heard("engine_gone")]
+        assert not {exporter.started["epoch"], living.started["epoch"]} & set(reported)
     held.close()
     ended.close()
 

@@ -212,7 +212,7 @@ def test_the_owner_killed_under_a_copy_takes_nothing_with_it(exporter, importer,
 
 
 def test_the_end_of_the_owner_is_noticed_and_its_memory_stays(exporter, importer):
-    """Nobody tells: the open connection does."""
+    """No one tells: the open connection does."""
     attachment = importer.attach(exporter.export(1))
     assert not attachment.ended
     exporter.export(2)
@@ -254,7 +254,7 @@ def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(expo
     assert not left_open(before)
 
 
-def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):
+def test_a_copy_needs_no_one_to_hold_its_memory(exporter, run_dir):
     packed = msgspec.msgpack.encode(exporter.export(1)).hex()
     done = subprocess.run(
         [sys.executable, "-c", FORGETFUL, packed, f"{run_dir}/importer"],

@@ -55,7 +55,7 @@ def test_an_importer_stopped_between_copy_and_check_delivers_nothing_stale(node:
 
 @pytest.mark.usefixtures("hurried")  # a quarantine may have to end
 @pytest.mark.parametrize("point", ["LEASED", "COPY_BEGINS", "COPIED", "PUBLISHED", "RETRACTED"])
-def test_an_engine_killed_anywhere_harms_nobody(node: Node, point: str) -> None:
+def test_an_engine_killed_anywhere_harms_no_one(node: Node, point: str) -> None:
     others = [start(node, seed, "--requests", "150") for seed in (1, 2)]
     victim = start(node, 3, "--loads", "1000000", KVSHM_TEST_SYNC_POINT=f"{point}:kill:5")
     assert victim.wait() == -signal.SIGKILL

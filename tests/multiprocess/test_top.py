@@ -93,10 +93,10 @@ def in_shell(node: Node, *options: str, stdin: str = "") -> list[str]:
 
 def keys_of(shown: Terminal) -> set[str]:
     """With which keys this terminal stops and kills what runs in it."""
-    told = subprocess.run(
+    reported = subprocess.run(
         ["stty", "-a", "-F", shown.state("pane_tty")], capture_output=True, text=True, check=True
     )
-    return {each for each in re.split(r"[;\n] ?", told.stdout) if each[:4] in ("quit", "susp")}
+    return {each for each in re.split(r"[;\n] ?", reported.stdout) if each[:4] in ("quit", "susp")}
 
 
 def label(engine: Managed) -> str:
@@ -139,7 +139,7 @@ def test_what_it_prints_is_what_the_tables_say(busy: Busy) -> None:
         assert sum(rates) == pytest.approx(copied)
 
 
-def test_it_ends_quietly_when_nobody_reads_on(busy: Busy) -> None:
+def test_it_ends_quietly_when_no_one_reads_on(busy: Busy) -> None:
     argv = command(busy.node, "--interval", "0.1")
     with subprocess.Popen(argv, stdout=PIPE, stderr=PIPE, text=True) as piped:
         first = piped.stdout.readline()

@@ -45,7 +45,7 @@ GROUP = bytes(4)
 """What vLLM appends to a block's hash."""
 REST_SECONDS = 0.02
 """Between requests of who waits for imports.  Without a model a request takes 0.2 ms and the
-whole cache is overwritten within 2; news of a block take 40, so nobody would ever find one."""
+whole cache is overwritten within 2; news of a block take 40, so no one would ever find one."""
 
 
 def chain_of(family: int, length: int) -> list[BlockHash]:
@@ -274,7 +274,7 @@ def work(
     blocks: int = 0,
     counter: str = "",
 ) -> None:
-    """Serve so many requests, and more until so many imports were begun, so many blocks
+    """Serve this many requests, and more until this many imports were begun, this many blocks
     imported and the counter is not zero, however long the first events and answers of a peer
     take to arrive; then say how it went."""
     faulthandler.dump_traceback_later(HANGS_SECONDS)

@@ -1,4 +1,4 @@
-"""What fails is a miss: requests are answered, and nobody reads what may be wrong."""
+"""What fails is a miss: requests are answered, and no one reads what may be wrong."""
 
 from __future__ import annotations
 

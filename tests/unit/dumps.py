@@ -114,7 +114,7 @@ def coordinator_of(node: ServedNode, *tables: AnyTable) -> Iterator[None]:
 
 @contextmanager
 def silent_engine(node: ServedNode, epoch: int) -> Iterator[None]:
-    """One that is stopped: the kernel accepts connections for it, nobody answers."""
+    """One that is stopped: the kernel accepts connections for it, no one answers."""
     path = engine_socket(node.run_dir, node.namespace, epoch)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))

@@ -29,7 +29,7 @@ class Served:
         self._server: SegmentServer | None = serve_epoch(self.path, table, self.replica)
 
     def crash(self) -> None:
-        """Leave what a process leaves that is killed: a socket that nobody serves."""
+        """Leave what a process leaves that is killed: a socket that no one serves."""
         kept = self.path.with_name("kept")
         kept.hardlink_to(self.path)
         self.close()

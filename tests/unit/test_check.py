@@ -115,9 +115,9 @@ def test_a_sound_node_is_sound(node: Node, capsys: pytest.CaptureFixture[str]) -
 
 def test_nothing_to_check_is_status_1(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert node.run("--namespace", "none-such") == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "nothing of kvshm found to check"
-    assert [line.split(" (")[0] for line in told[1:]] == [
+    reported = capsys.readouterr().err.splitlines()
+    assert reported[0] == "nothing of kvshm found to check"
+    assert [line.split(" (")[0] for line in reported[1:]] == [
         "there is engine exporter",
         "there is engine importer",
     ]
@@ -162,7 +162,7 @@ def a_slot_in_no_state(node: Node) -> str:
 
 
 @planted
-def a_life_word_of_nobody(node: Node) -> str:
+def a_life_word_of_no_one(node: Node) -> str:
     put(node.table, LIFE_OFFSET, 0x77)
     return f"{SLOTS}: header: life of rank 0 is 0x77"
 
@@ -190,7 +190,7 @@ def fewer_blocks_than_there_is_room_for(node: Node) -> str:
 
 
 @planted
-def a_lease_nobody_holds(node: Node) -> str:
+def a_lease_no_one_holds(node: Node) -> str:
     node.table.lease(LeaseBit(9), RECORDS[96:144])
     return f"{SLOTS}: slot 2: leased by bit 9, which nobody holds"
 
@@ -266,10 +266,10 @@ def test_leases_of_the_dead_wait_for_the_next_coordinator(
     assert node.violations() == lines
     with silent_engine(node, 0xE):
         assert node.run() == 0
-    told = capsys.readouterr().err
-    assert "warning: engine (epoch 000000000000000e): it does not answer: " in told
+    reported = capsys.readouterr().err
+    assert "warning: engine (epoch 000000000000000e): it does not answer: " in reported
     ended = "warning: engine (epoch 000000000000000b): its process has ended; the coordinator"
-    assert ended in told
+    assert ended in reported
 
 
 def test_what_cannot_be_read_is_a_violation(node: Node) -> None:

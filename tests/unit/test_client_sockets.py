@@ -238,11 +238,11 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     heard.clear()
     joined_at = session._due.last_heard
     clock.now += 1.0
-    told = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
-    session._on_broadcast(broadcast_frame(bytes(32), [told]))
+    reported = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
+    session._on_broadcast(broadcast_frame(bytes(32), [reported]))
     session._pass_on()
     assert (heard, session._due.last_heard) == ([], joined_at)
-    session._on_broadcast(broadcast_frame(INFO.fingerprint, [told]))
+    session._on_broadcast(broadcast_frame(INFO.fingerprint, [reported]))
     session._pass_on()
     assert len(heard) == 1
 

@@ -189,13 +189,13 @@ def test_plugins_that_leave_kvshm_out_are_warned_about(subtests: pytest.Subtests
 
 def test_describe_names_value_and_origin() -> None:
     environ = {"KVSHM_VERIFY": "1", "XDG_RUNTIME_DIR": "/run/u"}
-    told = {name: (value, origin) for name, value, origin in list_settings(environ)}
-    assert list(told) == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
-    assert told["KVSHM_CONFIG"] == (None, "default")
-    assert told["KVSHM_VERIFY"] == ("1", "environment")
-    assert told["KVSHM_ROLE"] == ("both", "default")
-    assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
-    assert told["KVSHM_FAULT"] == (None, "default")
+    reported = {name: (value, origin) for name, value, origin in list_settings(environ)}
+    assert list(reported) == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
+    assert reported["KVSHM_CONFIG"] == (None, "default")
+    assert reported["KVSHM_VERIFY"] == ("1", "environment")
+    assert reported["KVSHM_ROLE"] == ("both", "default")
+    assert reported["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
+    assert reported["KVSHM_FAULT"] == (None, "default")
     (run_dir,) = [d for d in list_settings({}) if d[0] == "KVSHM_RUN_DIR"]
     assert run_dir[1:] == (f"/tmp/kvshm-{os.geteuid()}", "default")
 

@@ -41,8 +41,8 @@ def test_config_names_a_bad_setting_with_its_remedy() -> None:
 
 def test_config_looks_whether_the_transport_is_installed(tmp_path: Path) -> None:
     there = config(KVSHM_TRANSPORT="procfs", PYTHONPATH=str(other_package.install(tmp_path)))
-    told = {name: rest for name, *rest in map(str.split, there.stdout.splitlines())}
-    assert (there.returncode, told["KVSHM_TRANSPORT"]) == (0, ["procfs", "environment"])
+    reported = {name: rest for name, *rest in map(str.split, there.stdout.splitlines())}
+    assert (there.returncode, reported["KVSHM_TRANSPORT"]) == (0, ["procfs", "environment"])
     missing = config(KVSHM_TRANSPORT="procfs")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith(
@@ -69,8 +69,8 @@ def test_config_shows_what_an_engine_with_that_transfer_configuration_would_use(
     options = ("--json", "--kv-transfer-config", json.dumps(transfer))
     done = config(*options, KVSHM_CONFIG=str(file), KVSHM_SHARE="none", KVSHM_ROL="x")
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert list(told["settings"]) == ["KVSHM_CONFIG", *(setting.name for setting in SETTINGS)]
+    reported = json.loads(done.stdout)
+    assert list(reported["settings"]) == ["KVSHM_CONFIG", *(setting.name for setting in SETTINGS)]
     wanted = {
         "KVSHM_CONFIG": (str(file), "environment"),
         "KVSHM_ROLE": ("consumer", "kv_connector_extra_config"),
@@ -79,8 +79,8 @@ def test_config_shows_what_an_engine_with_that_transfer_configuration_would_use(
         "KVSHM_FAULT": (None, "default"),
     }
     for name, (value, origin) in wanted.items():
-        assert told["settings"][name] == {"value": value, "origin": origin}
-    (warning,) = told["warnings"]
+        assert reported["settings"][name] == {"value": value, "origin": origin}
+    (warning,) = reported["warnings"]
     assert warning.startswith("KVSHM_ROL is not a setting")
 
 

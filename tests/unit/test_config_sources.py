@@ -145,14 +145,16 @@ def test_the_first_source_that_says_something_counts(path: Path) -> None:
 def test_each_value_is_shown_with_its_origin(path: Path) -> None:
     environ = in_file(path, {"namespace": "n", "verify": True, "role": "producer", "share": ""})
     environ |= {"KVSHM_ROLE": "consumer", "KVSHM_STAGING": "1", "XDG_RUNTIME_DIR": "/run/u"}
-    told = {n: (value, origin) for n, value, origin in list_settings(environ, {"staging": False})}
-    assert told["KVSHM_CONFIG"] == (str(path), "environment")
-    assert told["KVSHM_NAMESPACE"] == ("n", f"file {path}")
-    assert told["KVSHM_VERIFY"] == ("1", f"file {path}")
-    assert told["KVSHM_ROLE"] == ("consumer", "environment")
-    assert told["KVSHM_STAGING"] == ("0", "kv_connector_extra_config")
-    assert told["KVSHM_SHARE"] == ("all", "default")
-    assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
+    reported = {
+        n: (value, origin) for n, value, origin in list_settings(environ, {"staging": False})
+    }
+    assert reported["KVSHM_CONFIG"] == (str(path), "environment")
+    assert reported["KVSHM_NAMESPACE"] == ("n", f"file {path}")
+    assert reported["KVSHM_VERIFY"] == ("1", f"file {path}")
+    assert reported["KVSHM_ROLE"] == ("consumer", "environment")
+    assert reported["KVSHM_STAGING"] == ("0", "kv_connector_extra_config")
+    assert reported["KVSHM_SHARE"] == ("all", "default")
+    assert reported["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The coordinator's watch over processes: the kernel tells of their deaths, nobody else."""
+"""The coordinator's watch over processes: the kernel tells of their deaths, no one else."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_buffers_are_not_used_again_if_their_copy_could_not_be_waited_for(
     """Its kernel may still run: not every error ends the context."""
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    copies, told = two.transport.copy_stream, threading.Event()
+    copies, reported = two.transport.copy_stream, threading.Event()
 
     def fail_and_refuse(_: object) -> None:
         two.driver.failing = True
@@ -252,8 +252,8 @@ def test_buffers_are_not_used_again_if_their_copy_could_not_be_waited_for(
     monkeypatch.setattr(two.driver, "synchronize_event", fail_and_refuse)
     with two.driver.hold(copies.stream):
         copy = attachment.begin_copy([BlockId(1)], [BlockId(1)])
-        copy.when_ended(told.set)
-        assert told.wait(30)
+        copy.when_ended(reported.set)
+        assert reported.wait(30)
         assert copy.state is CopyState.FAILED
         assert copy.buffers not in copies._free
 

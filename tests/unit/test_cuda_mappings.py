@@ -136,7 +136,7 @@ def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
         threads[0].start()
         asked, _ = listening.accept()
         with asked:
-            asked.recv(4096)  # the request is here, and nobody answers it
+            asked.recv(4096)  # the request is here, and no one answers it
             threads[1].start()
             assert ended.wait(30)
     for thread in threads:

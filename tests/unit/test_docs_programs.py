@@ -53,8 +53,8 @@ def makefiles() -> str:
 def make_targets() -> set[str]:
     """What make knows as targets that are no files, as make itself says."""
     # 1: something would have to be made.
-    told = subprocess.run(["make", "-qp", "help"], cwd=ROOT, capture_output=True, text=True)
-    (phony,) = re.findall(r"^\.PHONY: (.*)", told.stdout, re.MULTILINE)
+    reported = subprocess.run(["make", "-qp", "help"], cwd=ROOT, capture_output=True, text=True)
+    (phony,) = re.findall(r"^\.PHONY: (.*)", reported.stdout, re.MULTILINE)
     return set(phony.split())
 
 

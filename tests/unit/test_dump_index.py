@@ -108,7 +108,7 @@ def test_of_two_engines_with_one_bit_the_living_one_holds_it(dumped, busy):
     assert blocks[0]["holders"][0]["engine"] == "importer"
 
 
-def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
+def test_a_bit_no_one_claims_has_an_unknown_holder(dumped):
     table = dumped.engine("lonely", 1).table
     records, parents = chain_of("a")
     table.publish(pack_records(records), parents)
@@ -120,7 +120,7 @@ def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
     assert "unknown (bit 9)" in "".join(render(build_report(dumped.run_dir, None, Filters())))
 
 
-def test_chains_are_told_by_their_last_block_the_longest_first(dumped, busy):
+def test_chains_are_reported_by_their_last_block_the_longest_first(dumped, busy):
     chains = engine(dumped.report(), "exporter")["chains"]
     assert [(c["tip"], c["length"], c["depth"], c["complete"]) for c in chains] == [
         (3, 4, 3, True),

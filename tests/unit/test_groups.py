@@ -311,10 +311,10 @@ def test_a_dump_has_the_groups_of_blocks_chains_and_entries(dumped: Node) -> Non
     ]  # fmt: skip
     chains = [(chain["tip"], chain["length"], chain["group"]) for chain in owner["chains"]]
     assert chains == [(1, 2, 0), (21, 2, 2), (25, 1, 2)]
-    told = {e["block_id"]: (e["group"], e["hash_prefix"]) for e in replica["entries"]}
+    reported = {e["block_id"]: (e["group"], e["hash_prefix"]) for e in replica["entries"]}
     a, b = (hash_of(name)[:8].hex() for name in "ab")
     tag = tag_in_group(hash_of("c"), 2).to_bytes(8, "little").hex()
-    assert told == {0: (0, a), 1: (0, b), 20: (2, a), 21: (2, b), 25: (None, tag)}
+    assert reported == {0: (0, a), 1: (0, b), 20: (2, a), 21: (2, b), 25: (None, tag)}
     found = dumped.report(block_hash=b"b".hex())["replicas"]
     assert [sorted(e["block_id"] for e in one["entries"]) for one in found] == [[1, 21]]
 

@@ -84,7 +84,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
-def test_what_is_no_socket_is_served_by_nobody_and_never_waited_for(
+def test_what_is_no_socket_is_served_by_no_one_and_never_waited_for(
     served: ServedNode, make: Callable[[Path], object]
 ) -> None:
     paths = [

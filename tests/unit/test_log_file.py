@@ -143,7 +143,7 @@ def test_a_wrong_path_stops_the_start(tmp_path: Path, wrong: str) -> None:
     assert str(error.value).endswith("correct it, or leave it out to log without a file")
 
 
-def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_that_no_one_reads_holds_no_one_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     log = Log(tmp_path / "pipe")
     log.write("one")

@@ -125,7 +125,7 @@ def test_another_choice_replaces_the_one_before(shown: io.StringIO, tmp_path: Pa
     assert (tmp_path / "a").read_text() + (tmp_path / "b").read_text() == ""
 
 
-def test_a_program_without_vllm_shows_them_as_it_was_told(
+def test_a_program_without_vllm_shows_them_as_it_was_asked(
     shown: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
     VLLM.handlers = []

@@ -226,7 +226,7 @@ def test_a_block_that_does_not_exist_is_an_error(table: AnyTable, block: int) ->
     assert marks.sound([PoolBlock(0)], 1) == 0
 
 
-def test_runs_that_change_while_they_are_published_harm_nobody(table: AnyTable) -> None:
+def test_runs_that_change_while_they_are_published_harm_no_one(table: AnyTable) -> None:
     """What a block says may be told by Python code, which may do anything."""
     marks = Marks(8)
     blocks = [PoolBlock(n) for n in range(3)]

@@ -1,4 +1,4 @@
-"""The server of ``kvshm metrics``: what it answers, to whom, and that nobody holds it up."""
+"""The server of ``kvshm metrics``: what it answers, to whom, and that no one holds it up."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_scrapes_at_the_same_time_are_made_one_after_the_other(
     assert serving(work, read) == ""
 
 
-def test_slow_clients_hold_up_nobody_and_are_hung_up_on_in_time(
+def test_slow_clients_hold_up_no_one_and_are_hung_up_on_in_time(
     serving: Callable[..., str],
 ) -> None:
     before = threading.active_count()

@@ -122,7 +122,7 @@ def test_numbers_of_numpy_will_do() -> None:
 
 
 def test_what_is_no_prompt_is_refused(subtests: pytest.Subtests) -> None:
-    for prompt, size, more, told in [
+    for prompt, size, more, reported in [
         ([1, -1], 1, {}, "whole numbers from 0"),
         ([2**32], 1, {}, "whole numbers from 0"),
         ([1.5], 1, {}, "whole numbers from 0"),
@@ -144,7 +144,7 @@ def test_what_is_no_prompt_is_refused(subtests: pytest.Subtests) -> None:
         ([1], 1, {"known": b"k" * 32}, "give a list of them"),
     ]:
         with (
-            subtests.test(prompt=prompt, size=size, more=more, told=told),
-            pytest.raises(MisuseError, match=told),
+            subtests.test(prompt=prompt, size=size, more=more, reported=reported),
+            pytest.raises(MisuseError, match=reported),
         ):
             prefix_keys(prompt, size, **more)

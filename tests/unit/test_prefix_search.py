@@ -40,7 +40,7 @@ def test_what_a_prefix_needs_behind_a_local_hit(subtests: pytest.Subtests) -> No
 
 
 def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:
-    """vLLM may have such hits if it matches in smaller steps; nobody is asked."""
+    """vLLM may have such hits if it matches in smaller steps; no one is asked."""
 
     def find(*_: object) -> list[PlannedRun]:
         raise AssertionError
@@ -49,7 +49,7 @@ def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:
     assert (found.length, found.runs) == (3, ())
 
 
-def test_what_full_attention_shares_is_told_though_nothing_can_be_restored() -> None:
+def test_what_full_attention_shares_is_reported_though_nothing_can_be_restored() -> None:
     """vLLM is to keep the windows there; not where a prefix ends that is restored."""
 
     def find(held: int) -> Any:

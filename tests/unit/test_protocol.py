@@ -222,7 +222,7 @@ def of_rank(**what: Any) -> EngineInfo:
     return msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, memory)])
 
 
-def test_what_everybody_is_told_of_an_engine_is_bounded(subtests: pytest.Subtests) -> None:
+def test_what_everybody_is_reported_an_engine_is_bounded(subtests: pytest.Subtests) -> None:
     """By who decodes it, engine or coordinator; it is known who sent it, so he is told."""
     for engine, reason in [
         (msgspec.structs.replace(ENGINE, kvshm_version="9" * 65), "length <= 64"),
@@ -235,12 +235,12 @@ def test_what_everybody_is_told_of_an_engine_is_bounded(subtests: pytest.Subtest
             frame = encode(Join(protocol=PROTOCOL_VERSION, engine=engine))
             with pytest.raises(ProtocolError, match=reason):
                 decode_command(frame)
-            told = encode(EngineJoined(**NUMBERED, engine=engine, engine_sequence=4))
+            reported = encode(EngineJoined(**NUMBERED, engine=engine, engine_sequence=4))
             with pytest.raises(ProtocolError, match=reason):
-                decode_broadcast(told)
+                decode_broadcast(reported)
 
 
-def test_a_long_join_is_not_built_and_its_sender_is_told() -> None:
+def test_a_long_join_is_not_built_and_its_sender_is_reported() -> None:
     ranks = [RankInfo(1, msgspec.structs.replace(MEMORY, details=bytes(MAX_DETAILS_BYTES)))] * 8
     engine = msgspec.structs.replace(ENGINE, ranks=ranks)
     frame = encode(Join(protocol=PROTOCOL_VERSION, engine=engine))
@@ -251,7 +251,7 @@ def test_a_long_join_is_not_built_and_its_sender_is_told() -> None:
     assert decode_command(encode(events)) == events
 
 
-def test_a_hundred_engines_of_the_longest_joins_fit_into_what_a_newcomer_is_told() -> None:
+def test_a_hundred_engines_of_the_longest_joins_fit_into_what_a_newcomer_is_reported() -> None:
     memory = msgspec.structs.replace(MEMORY, details=bytes(MAX_DETAILS_BYTES))
     engine = msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, memory)] * 7)
     assert len(encode(Join(protocol=PROTOCOL_VERSION, engine=engine))) > MAX_JOIN_BYTES * 7 // 8

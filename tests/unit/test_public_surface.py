@@ -136,13 +136,13 @@ def test_the_surface_is_as_listed() -> None:
     ]
     if not changes:
         return
-    told = "\n".join(changes)
+    reported = "\n".join(changes)
     if listed[0] == found[0]:
         pytest.fail(
-            f"the public surface has changed:\n{told}\nIf that is meant, raise API_VERSION in "
+            f"the public surface has changed:\n{reported}\nIf that is meant, raise API_VERSION in "
             f"kvshm/api.py (minor: something new; major: callers break), then run\n    {COMMAND}"
         )
-    pytest.fail(f"API_VERSION was raised for\n{told}\nNow run\n    {COMMAND}")
+    pytest.fail(f"API_VERSION was raised for\n{reported}\nNow run\n    {COMMAND}")
 
 
 def test_the_package_has_the_names_of_the_api() -> None:

@@ -61,7 +61,7 @@ def test_slots_are_read_in_turn(node: ServedNode) -> None:
         assert [e.blocks.ready for e in reader.read().engines] == [2, 1, 1]
 
 
-def test_all_slots_are_read_unless_told_otherwise(node: ServedNode) -> None:
+def test_all_slots_are_read_unless_asked_otherwise(node: ServedNode) -> None:
     with NodeReader(node.run_dir) as reader:
         reader.read()
         for block in range(3):

@@ -112,7 +112,7 @@ def test_without_descriptors_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1])
-def test_nobody_can_cut_or_stretch_it(segment: Segment, nbytes: int) -> None:
+def test_no_one_can_cut_or_stretch_it(segment: Segment, nbytes: int) -> None:
     for fd in (segment._fd, segment.descriptor(True)):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, nbytes)

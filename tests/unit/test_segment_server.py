@@ -260,7 +260,7 @@ print(peer_has_closed(connection))
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("permitted", "kept"), [(1024, 128), (240, 32)])
-def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds_out_nobody(
+def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds_out_no_one(
     served: ServedNode, engine: Served, permitted: int, kept: int
 ) -> None:
     command = [sys.executable, "-c", STAYS, str(engine.path), str(EPOCH)]

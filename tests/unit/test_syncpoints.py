@@ -114,7 +114,7 @@ def test_a_process_dies_there(table: AnyTable, point: SyncPoint) -> None:
 
 
 def test_what_a_dead_exporter_had_filled_is_not_readable(table: AnyTable) -> None:
-    """Killed between filling the slot and making it READY: nobody ever sees the block, and
+    """Killed between filling the slot and making it READY: no one ever sees the block, and
     the slot can be used again."""
     start(table, "PUBLISH_FILLED:kill").communicate()
     assert table.scan() == b""

@@ -126,7 +126,7 @@ def test_who_joins_again_is_not_asked_for_its_table_again(
     assert answer.refusal is not None, "but what it says now is compared with it"
 
 
-def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
+def test_a_table_is_kept_until_it_is_forgotten_though_no_one_serves_it_any_more(
     shell: Shell, engine: Served, info: EngineInfo
 ) -> None:
     """Its engine may stand still, or have ended with a worker that still copies."""
@@ -170,7 +170,7 @@ def test_a_server_that_ends_is_no_death(shell: Shell, engine: Served, info: Engi
 def test_a_table_that_another_process_serves_is_refused(
     shell: Shell, engine: Served, info: EngineInfo
 ) -> None:
-    """So nobody joins as what another engine is, and stays when that one dies."""
+    """So no one joins as what another engine is, and stays when that one dies."""
     refusal = shell.refusal(info, ME._replace(pid=1))
     assert f"its slot table is served by pid {os.getpid()}" in refusal.reason
     assert not refusal.retry
@@ -301,7 +301,7 @@ def test_the_table_of_another_epoch_is_refused(
 def test_a_table_that_may_only_be_read_is_refused(
     shell: Shell, served: ServedNode, info: EngineInfo, engine: Served, instead: Any
 ) -> None:
-    """Nobody could take leases in it."""
+    """No one could take leases in it."""
     fd = engine.table.descriptor(False)
     assert engine._server is not None
     engine._server.close()

@@ -123,8 +123,8 @@ def test_answers_that_differ(place: str, capsys: pytest.CaptureFixture[str]) -> 
     of_b = [other if place == "b imported" else SAME, other if place == "b hit" else SAME]
     b = Played(of_b, imports=[64, 0])
     assert verify(Played([SAME, hit]), b, "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    judged = [pair["first_differing_token"] for pair in told["pairs"] if pair["judged"]]
+    reported = json.loads(capsys.readouterr().out)
+    judged = [pair["first_differing_token"] for pair in reported["pairs"] if pair["judged"]]
     assert sorted(judged, key=str) == ([1, None] if place != "b imported" else [1, 1])
 
 
@@ -136,7 +136,7 @@ def test_a_difference_within_the_tolerance_is_none(capsys: pytest.CaptureFixture
     assert "differ by 0.25 at most" in capsys.readouterr().out
 
 
-def test_no_import_is_told(
+def test_no_import_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_logits, "METRICS_SECONDS", 0.2)
@@ -162,8 +162,8 @@ def test_a_server_that_cannot_be_asked_is_named(
     assert said.startswith(f"kvshm verify-logits: {'A' if 'logprobs' in wrong else 'B'}: ")
 
 
-def answer(*tokens: str, **told: float) -> Answer:
-    found = logprobs(*tokens, **told)
+def answer(*tokens: str, **reported: float) -> Answer:
+    found = logprobs(*tokens, **reported)
     return Answer(list(tokens), found["token_logprobs"], found["top_logprobs"])
 
 
@@ -255,7 +255,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
 @pytest.mark.parametrize(
     "pieces", [(b"garbage\r\n\r\n",), (HEAD, b"{}"), (b"",), (HEAD, b"\xff" * 1000)]
 )
-def test_an_answer_that_is_no_http_is_told(
+def test_an_answer_that_is_no_http_is_reported(
     pieces: tuple[bytes, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sending(*pieces) as url:
@@ -276,13 +276,13 @@ def test_the_timeout_is_for_the_whole_answer(
 
 
 @pytest.mark.parametrize("url", ["abc", "http://[::1", "http://h:99999999", "file:///etc", ""])
-def test_a_url_that_is_none_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_that_is_none_is_reported(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert asking(url) == 2
     assert capsys.readouterr().err.startswith("kvshm verify-logits: B: ")
 
 
 @pytest.mark.parametrize("top", [[{"a": None}], [{"a": "x"}], [[["a", [1]]]], [{"a": 10**400}], 7])
-def test_odd_candidates_are_told(top: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_candidates_are_reported(top: object, capsys: pytest.CaptureFixture[str]) -> None:
     odd = {"tokens": ["t"], "token_logprobs": [-1.0], "top_logprobs": top}
     assert verify(Played([odd, odd]), Played([odd, odd], imports=[64, 0])) == 2
     assert capsys.readouterr().err == (
@@ -290,7 +290,7 @@ def test_odd_candidates_are_told(top: object, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_a_deep_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     deep = Played([SAME, SAME], text="[" * 200_000)
     assert verify(deep, Played([SAME, SAME])) == 2
     assert "A: an answer without log-probabilities" in capsys.readouterr().err
@@ -298,6 +298,6 @@ def test_a_deep_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("wrong", ["--wait -1", "--wait nan", "--timeout 0", "--timeout inf"])
 def test_a_number_that_means_nothing_is_refused(wrong: str) -> None:
-    with pytest.raises(SystemExit) as told:
+    with pytest.raises(SystemExit) as reported:
         asking("http://127.0.0.1:1", *wrong.split())
-    assert told.value.code == 2
+    assert reported.value.code == 2

@@ -57,12 +57,12 @@ def full(scale: int = 1) -> FullAttentionSpec:
 
 
 def window(tokens: int, scale: int = 1) -> SlidingWindowSpec:
-    """A group with a sliding window of so many tokens."""
+    """A group with a sliding window of this many tokens."""
     return SlidingWindowSpec(BLOCK_SIZE * scale, sliding_window=tokens, **SHAPE)
 
 
 def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
-    """A group with chunked local attention in chunks of so many tokens."""
+    """A group with chunked local attention in chunks of this many tokens."""
     return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=tokens, **SHAPE)
 
 
@@ -209,8 +209,8 @@ class DrivenEngine:
 
     def stats(self) -> dict[str, int] | None:
         """What the last output has brought for vLLM's metrics of connectors."""
-        told = [o.scheduler_stats for o in self.outputs.values() if o.scheduler_stats]
-        return next((one.kv_connector_stats for one in told), None)
+        reported = [o.scheduler_stats for o in self.outputs.values() if o.scheduler_stats]
+        return next((one.kv_connector_stats for one in reported), None)
 
     def _samples(self, name: str) -> bool:
         request = self.scheduler.requests.get(name)
@@ -286,7 +286,7 @@ Make = Callable[..., DrivenEngine]
 
 
 def prompt(blocks: int, tail: int = 3, first: int = 1) -> list[int]:
-    """Token ids of so many full blocks and a tail."""
+    """Token ids of this many full blocks and a tail."""
     return [first + i for i in range(blocks * BLOCK_SIZE + tail)]
 
 

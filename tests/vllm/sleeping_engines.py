@@ -135,8 +135,8 @@ class Core(EngineCore):
 
     def shake_hands(self, connector: Any) -> None:
         """What ``EngineCore.__init__`` does last in vLLM 0.32."""
-        told = self.model_executor.get_kv_connector_handshake_metadata()
-        content = {key: value for each in told for key, value in (each or {}).items()}
+        reported = self.model_executor.get_kv_connector_handshake_metadata()
+        content = {key: value for each in reported for key, value in (each or {}).items()}
         connector.set_xfer_handshake_metadata_pp_aware(content)
 
 

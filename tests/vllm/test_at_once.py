@@ -120,12 +120,12 @@ class Node:
 
     def schedule(self) -> None:
         sent = self.e.schedule()
-        told = {new.req_id for new in sent.output.scheduled_new_reqs}
-        told |= set(sent.output.scheduled_cached_reqs.resumed_req_ids)
+        reported = {new.req_id for new in sent.output.scheduled_new_reqs}
+        reported |= set(sent.output.scheduled_cached_reqs.resumed_req_ids)
         parts = []
         for name, count in sent.output.num_scheduled_tokens.items():
             request = self.e.scheduler.requests[name]
-            anew = list(request._all_token_ids) if name in told else None
+            anew = list(request._all_token_ids) if name in reported else None
             begin = request.num_computed_tokens - count
             samples = not request.is_prefill_chunk
             parts.append(Computed(request, self.e.tables_of(name), begin, count, anew, samples))

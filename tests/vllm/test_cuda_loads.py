@@ -225,7 +225,7 @@ def test_loads_leave_no_event_behind(cuda_worker: Make) -> None:
     until(lambda: importer.driver.events == before)
 
 
-def test_a_load_that_was_reported_is_kept_by_nobody(cuda_worker: Make) -> None:
+def test_a_load_that_was_reported_is_kept_by_no_one(cuda_worker: Make) -> None:
     exporter, importer = cuda_worker(1), cuda_worker(2)
     importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
     load = weakref.ref(importer.rank._begun["request"])

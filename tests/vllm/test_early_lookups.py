@@ -54,7 +54,7 @@ def starting(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting
     starting.close()
 
 
-def test_it_waits_until_the_peers_are_known_and_holds_up_nobody_else(starting: Starting) -> None:
+def test_it_waits_until_the_peers_are_known_and_holds_up_no_one_else(starting: Starting) -> None:
     starting.engine.add("early", prompt(4))
     for _ in range(50):  # however often vLLM asks
         assert starting.scheduled() == set()

@@ -39,7 +39,7 @@ def records_of(e: DrivenEngine, blocks: set[int]) -> bytes:
 
 
 def storm(e: DrivenEngine, blocks: int, rounds: int = 4) -> set[int]:
-    """Prompts of so many blocks come and go; returns what vLLM handed out."""
+    """Prompts of this many blocks come and go; returns what vLLM handed out."""
     pool = e.scheduler.kv_cache_manager.block_pool
     handed_out, hand_out = set[int](), pool.get_new_blocks
 

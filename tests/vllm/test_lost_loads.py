@@ -1,4 +1,4 @@
-"""Loads that nobody reports: found after a while, and their requests computed.
+"""Loads that no one reports: found after a while, and their requests computed.
 
 None should be lost; each test plants a loss at another stage.
 """

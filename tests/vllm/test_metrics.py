@@ -69,8 +69,8 @@ def transfer(multi: bool) -> KVTransferConfig:
 
 def page() -> dict[str, float]:
     lines = generate_latest(REGISTRY).decode().splitlines()
-    told = (line.rpartition(" ") for line in lines if line.startswith("vllm:kvshm_"))
-    return {name: float(value) for name, _, value in told if "_created" not in name}
+    reported = (line.rpartition(" ") for line in lines if line.startswith("vllm:kvshm_"))
+    return {name: float(value) for name, _, value in reported if "_created" not in name}
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
@@ -78,8 +78,8 @@ def test_each_engine_of_an_api_server_has_its_own_numbers(multi: bool) -> None:
     config: Any = SimpleNamespace(kv_transfer_config=transfer(multi))
     labels = {0: ["m", "0"], 1: ["m", "1"]}
     prom = KVConnectorProm(config, ["model_name", "engine"], labels)
-    told = {"KvshmConnector": TOLD} if multi else TOLD
-    data = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as between processes
+    reported = {"KvshmConnector": TOLD} if multi else TOLD
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(reported))  # as between processes
     for _ in range(2):
         prom.observe(data, engine_idx=1)
     prom.observe({"KvshmConnector": {"unknown": 1}} if multi else {"unknown": 1}, engine_idx=1)

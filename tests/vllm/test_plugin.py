@@ -86,8 +86,10 @@ def test_disabled_it_imports_nothing() -> None:
         "print(*{'vllm', 'torch', 'msgspec', 'kvshm.config'} & set(sys.modules))"
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSHM_")}
-    told = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert (told.returncode, told.stdout.split()) == (0, []), told.stderr
+    reported = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True
+    )
+    assert (reported.returncode, reported.stdout.split()) == (0, []), reported.stderr
 
 
 def test_a_bad_setting_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
