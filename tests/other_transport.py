@@ -1,8 +1,4 @@
-"""A transport as another package may bring it, made from what kvshm.interfaces says alone.
-
-A rank's memory is a memfd, which peers open below /proc; copies are made while the caller waits.
-Tests install this file (other_package.py); they do not import it.
-"""
+"""A transport as another package may bring it, made from what kvshm.interfaces says alone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ FOLDERS = ("tests", "examples", "benchmarks", "docs")
 class Import(NamedTuple):
     line: int
     level: int
-    """How many dots lead it."""
     name: str
     full: str
     """The dotted name, without leading dots."""

@@ -24,7 +24,6 @@ else
     exec sleep 600
 fi
 """
-"""A daemon that answers nothing and does not end when asked to."""
 PROGRAM = """
 import signal, sys, time
 import gpu_mps

@@ -1,9 +1,4 @@
-"""Ranks of the CUDA transport in processes of their own, seen as a transport of this process.
-
-An IPC handle cannot be opened where it was made, so wherever the driver's real calls are made
-every rank has a process (cuda_rank).  Processes are kept from test to test: starting one takes
-seconds.
-"""
+"""Ranks of the CUDA transport in processes of their own, seen as a transport of this process."""
 
 from __future__ import annotations
 

@@ -60,7 +60,6 @@ class Peer:
 
 class Rig(ABC):
     fixtures: tuple[str, ...] = ()
-    """Whose values the constructor takes."""
 
     def __init__(self) -> None:
         self.peers: list[Peer] = []
@@ -185,9 +184,7 @@ class RealCudaRig(Rig):
     """The machine's GPU; every peer a real process."""
 
     library = ""
-    """Directory of another driver library than the installed one."""
     virtual = False
-    """Whether the peers share VMM memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,6 @@ class Case:
     config: str
     about: str
     settings: str = ""
-    """Sizes, as they stand on the command line after -D."""
     violates: str = ""
     """The property that catches this mutant; empty: all properties hold."""
     loops: bool = False

@@ -30,7 +30,6 @@ class SearchFailed(Exception):
 class Outcome:
     violated: str
     steps: int
-    """Length of the counterexample; 0 without one."""
     states: int
     depth: int
     memory_mb: int

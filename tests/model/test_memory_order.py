@@ -18,7 +18,6 @@ ROW = re.compile(r"^ \*     (\w+) +((?:load|store|CAS|add|sub|fence) \w+(?:/\w+)
 ATOMIC = re.compile(r"\batomic_(?!int\b)(\w+?)(?:_explicit)?\s*\(|__(?:atomic|sync)_(\w+)")
 
 Operation = tuple[str, str]
-"""A function's name, and what it does: ``load relaxed``."""
 
 
 def without_comments(text: str) -> str:

@@ -1,8 +1,4 @@
-"""The protocols hold in the models, every mutant is caught, and the page says so.
-
-A search whose model has not changed since it was last made is not made again (stamps.py); the
-session's last lines say of how many that holds.
-"""
+"""The protocols hold in the models, every mutant is caught, and the page says so."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ WHOLE_SECONDS = 90.0
 END_SECONDS = 30.0
 UNDO_TRIES = 200
 MORE_DESCRIPTORS = 16
-"""How many more a process may have than its likes had before the faults."""
 MORE_MIB = 100
-"""How much the coordinator may have grown."""
 LEFT_IN_ORDER = re.compile(r".*\.lock")
 
 

@@ -50,10 +50,8 @@ class Faults:
         """How often each kind was done; with ``: refused`` what the kernel did not permit, with
         ``: no one`` what found no victim."""
         self._limits: dict[int, tuple[int, int]] = {}
-        """Of descriptors, by pid, as they were before any fault."""
         self._pending: list[tuple[float, Callable[[], None]]] = []
         self.spoilt: list[str] = []
-        """What was cut or emptied, and whose it may be."""
         self.not_undone: list[str] = []
         self._held: Counter[int] = Counter()
         """Processes that the schedule has stopped; others have stopped at a sync point."""

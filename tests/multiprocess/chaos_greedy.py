@@ -1,7 +1,4 @@
-"""Opens as many connections as it can to every socket in a run directory, and keeps them.
-
-Run by chaos.py only: RUN_DIR CONNECTIONS SECONDS, all sockets together.
-"""
+"""Opens as many connections as it can to every socket in a run directory, and keeps them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Who runs in a run of chaos.py, and who of them has ended by itself.
-
-A process that ends is in order if the run has ended it (``doomed``), in the way in which it was
-ended; every other end is that of a bystander, whatever its status.
-"""
+"""Who runs in a run of chaos.py, and who of them has ended by itself."""
 
 from __future__ import annotations
 
@@ -89,7 +85,6 @@ class Worker:
     pidfd: int
     doomed: bool = False
     point: str = ""
-    """The sync point that it stops or dies at (KVSHM_TEST_SYNC_POINT)."""
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(OSError):  # it has ended, and may be buried
@@ -107,12 +102,9 @@ class Member:
     process: Managed
     name: str
     doomed: set[int] = field(default_factory=set)
-    """Exit statuses with which it may end."""
     ranks: list[Worker] = field(default_factory=list)
     point: str = ""
-    """The sync point at which it, or a rank of it, stops or dies."""
     successor_point: str = ""
-    """That of the engine that takes its place."""
     was_ended: bool = False
     """Whether the run has ended it: then it has not come to its sync point, or no one can tell."""
     damaged: bool = False

@@ -24,7 +24,6 @@ from kvshm.config import Config
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
 BYTES = (512, 256)
-"""Of one block in each region."""
 UNTOUCHED = 0xEE
 ROW_BYTES = 512
 

@@ -17,7 +17,6 @@ PYTHON = (sys.executable,)
 
 
 ANSWERS = {"leased", "forked"}
-"""What a fake engine says because it was told to do something."""
 
 
 class FakeEngine:

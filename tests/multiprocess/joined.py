@@ -15,7 +15,6 @@ from kvshm._shm.slot_table import SlotTableView
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
 
 BLOCK, BLOCKS, TOKENS = 256, 32, 4
-"""Bytes of a block, blocks of a cache, tokens of a block."""
 
 
 def content(key: bytes, seed: bytes = b"") -> bytes:

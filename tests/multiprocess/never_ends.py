@@ -21,7 +21,6 @@ if not os.fork():
     os.setsid()
     time.sleep(1000000)
 """
-"""Leaves a child that has another session and no parent, and alone maps a file."""
 
 
 def forked() -> list[int]:

@@ -1,9 +1,4 @@
-"""Real processes for tests: started, listened to, killed and always reaped.
-
-Output is read by threads, so a process never blocks on a full pipe and a test can wait for a
-line instead of sleeping.  What the processes wrote to stderr is printed when the test ends;
-pytest shows that if it failed.
-"""
+"""Real processes for tests: started, listened to, killed and always reaped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Namespaces of the kernel for tests, as containers have them: of mounts, of pids and of time.
-
-Each is a command that another command is appended to, so that the process which a test
-starts, signals and reaps is the one within.
-"""
+"""Namespaces of the kernel for tests, as containers have them: of mounts, of pids and of time."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import pytest
 Command = tuple[str, ...]
 
 OWN_PIDS: Command = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""Runs a command in a pid namespace of its own, as its process 1."""
 
 
 def fresh_tmpfs(*mounts: tuple[str, str]) -> Command:

@@ -8,13 +8,11 @@ from hashlib import sha256
 from kvshm import prefix_keys
 
 BLOCK, BLOCKS, TOKENS = 512, 24, 4
-"""Bytes of a block, blocks of a cache, tokens of a block."""
 PROMPTS = (
     tuple(range(6 * TOKENS)),
     (*range(3 * TOKENS), *range(100, 100 + 3 * TOKENS)),
     tuple(range(500, 500 + 6 * TOKENS)),
 )
-"""The first two begin alike."""
 
 
 @cache

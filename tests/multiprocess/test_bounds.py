@@ -38,7 +38,6 @@ pytestmark = pytest.mark.multiprocess
 MEGABYTE = 1 << 20
 ENDS = command_endpoint, event_endpoint
 QUESTION = frame(encode(Heartbeat(epoch=1, sequence=0)))
-"""A coordinator answers that no one of that epoch has joined."""
 
 
 def limited(descriptors: int) -> tuple[str, ...]:

@@ -1,8 +1,4 @@
-"""Short chaos runs: no wrong byte, no one ends who was not ended, nothing is left.
-
-Long ones are started by hand (chaos.py).  That a run can fail is shown by built-in wrong copies and
-by a death that the schedule does not know of.
-"""
+"""Short chaos runs: no wrong byte, no one ends who was not ended, nothing is left."""
 
 from __future__ import annotations
 

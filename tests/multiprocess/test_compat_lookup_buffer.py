@@ -24,7 +24,6 @@ from .compat_nodes import Calls, Other, calls_on
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 TOKENS = list(range(100, 110))
-"""Two full blocks, and half of a third."""
 HIDDEN = b"hidden states of the last token"
 
 

@@ -147,7 +147,6 @@ REFUSED = {
     "in another request": ([*T, *T], slots_of([0, 7], 8), SlotMappingError),
     "not own": ([*T, *T], slots_of([0, 400], 8), MisuseError),
 }
-"""More of what is refused in tests/unit/test_compat_slots.py."""
 
 
 def test_what_cannot_be_right_is_refused_and_changes_nothing(calls: Calls) -> None:

@@ -1,8 +1,4 @@
-"""Blocks in files: written from engines that reuse theirs all the time, served to others.
-
-Toy engines' contents follow from key, rank and region, so every byte in a file and every imported
-one is judged.
-"""
+"""Blocks in files: written from engines that reuse theirs all the time, served to others."""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ QUIET = ("--requests", "0", "--loads", "0", "--peers", "0")
 NOTHING_FAILS = {"Checks that fail"}
 """Panels that show faults only, and there are none."""
 FIRES = {"KvshmPeerRefused"}
-"""Alerts that have a reason here, once it has lasted long enough."""
 MAY_FIRE = {"KvshmForcedBlocks", "KvshmDiscardedCopies", "KvshmReplicaLags"}
 """The same, by chance: caches of 24 blocks are overwritten all the time."""
 

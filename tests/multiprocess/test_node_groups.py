@@ -14,9 +14,7 @@ from .processes import PATIENCE_SECONDS
 pytestmark = pytest.mark.multiprocess
 
 WINDOW = (Group(0, TOKENS), Group(1, TOKENS, window=2 * TOKENS))
-"""Full attention, and a window that needs the last two blocks."""
 LARGE = (Group(0, TOKENS), Group(1, 2 * TOKENS, scale=2))
-"""Two of full attention; a block of the second covers two keys."""
 
 
 def compute(

@@ -47,7 +47,6 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
     ),
 }
 NO_NAMES = {"coordinator", "verify-logits", "completion"}
-"""Commands that print no name of an engine or a file."""
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,6 @@ memory = KVMemory.create(region.num_blocks * region.stride)
 transport = PosixShmTransport(memory, [region], 0, sys.argv[2])
 attachment = transport.attach(descriptor)
 """
-"""A process that has attached an exporter's memory: its descriptor, and the path of its socket."""
 
 IMPORTER = (
     ATTACHES

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.multiprocess
 
 BOUND = QUEUE_FRAMES * MAX_FRAME_BYTES
 ELSE = 48 << 20
-"""What sockets' own buffers, the sender's messages on their way and the allocator take."""
 RECORDS = bytes(MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES)
 """As many as one message may have; of no kind, so that no one spends time on them."""
 

@@ -1,7 +1,4 @@
-"""Processes that die or stop at a given place in the protocol, one place after the other.
-
-chaos.py does the same at random places, with everything else going on.
-"""
+"""Processes that die or stop at a given place in the protocol, one place after the other."""
 
 from __future__ import annotations
 

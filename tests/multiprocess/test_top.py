@@ -51,7 +51,6 @@ class Busy:
     coordinator: Managed
     engines: list[Managed]
     tables: list[SlotTableView]
-    """Of the first five."""
 
     @property
     def bytes_copied(self) -> int:

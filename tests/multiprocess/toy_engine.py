@@ -42,7 +42,6 @@ POLL_SECONDS = 0.0002
 HANGS_SECONDS = 60.0
 """An engine that still works after this time says on stderr what each thread does."""
 GROUP = bytes(4)
-"""What vLLM appends to a block's hash."""
 REST_SECONDS = 0.02
 """Between requests of who waits for imports.  Without a model a request takes 0.2 ms and the
 whole cache is overwritten within 2; news of a block take 40, so no one would ever find one."""

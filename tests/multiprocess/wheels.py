@@ -61,7 +61,6 @@ _NEWER = (
 
 class Installed(NamedTuple):
     python: tuple[str, ...]
-    """Command that runs its Python, undisturbed by this environment's."""
     version: str
     protocol: int
     layout: int

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
 
 PYTHONS = os.environ.get("PYTHONS", "").split() or [sys.executable]
-"""The interpreters that run the wheel (`make test-pythons`); the one of these tests builds it."""
 
 Run = Callable[..., str]
 

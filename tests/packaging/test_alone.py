@@ -29,7 +29,6 @@ OF_THE_EXTRAS = (
     "rich>=13.7",
     "shtab>=1.7",
 )
-"""What kvshm[kv] and kvshm[ops] bring."""
 NODE = "takes its time, for the same modules as test_node.py"
 CALLS = "takes its time, for the same modules as test_compat_refused.py"
 FOLDERS = {

@@ -14,7 +14,6 @@ from .conftest import Run
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 CHEAP = ("test_plugin.py", "test_refusals.py", "test_identity.py")
-"""Of tests/vllm: on vLLM's real configuration, without an engine."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed"

@@ -14,7 +14,6 @@ from tiny_model import write_model
 
 MakeManager = Callable[..., Any]
 Lines = list[str]
-"""What kvshm has logged: the fixture ``lines``."""
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,6 @@ class Clock:
 
 
 Make = Callable[..., Exporter]
-"""Creates an engine of the next epoch, 1 at first."""
 
 
 def offered(peers: Peers, content: int) -> list[tuple[int, int, int]]:

@@ -1,8 +1,4 @@
-"""Segments to be spoiled byte by byte, and everybody who reads them.
-
-A reader is tried as somebody who had the segment mapped before the byte was flipped, and as
-somebody who is handed it afterwards.
-"""
+"""Segments to be spoiled byte by byte, and everybody who reads them."""
 
 from __future__ import annotations
 
@@ -67,7 +63,6 @@ MANY = pack_records(record(block) for block in range(8, 64))
 """More than an index for 64 entries takes."""
 HASHES = [record(block).block_hash for block in range(BLOCKS)]
 LEASABLE = 7
-"""READY blocks of the table: the last one published is DRAINING."""
 SOME = [BlockId(block) for block in range(3)]
 
 
@@ -101,7 +96,6 @@ def fill(replica: Replica) -> None:
 
 class Subject:
     header_bytes: int
-    """Bytes of its header, without statistics."""
     statistics = range(0)
     """Where the header has numbers that only tools read."""
 
@@ -109,7 +103,6 @@ class Subject:
         self._segment = segment
         self.sound = self._contents = bytes(segment.buffer)
         self.spoiled = 0
-        """Offset of the byte that was flipped last."""
 
     def flip(self, offset: int, mask: int) -> None:
         contents = bytearray(self.sound)

@@ -14,7 +14,6 @@ from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading, No
 
 SECOND = 1_000_000_000
 START_NS = 1000 * SECOND
-"""CLOCK_MONOTONIC, and CLOCK_REALTIME, of second 0 of a node."""
 ALL_COUNTERS = {counter.label: 0 for counter in Counter.REGISTRY.values()}
 NOTHING_OBSERVED = {h.label: NO_VALUES for h in Histogram.REGISTRY.values()}
 

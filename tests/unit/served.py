@@ -52,7 +52,6 @@ class ServedNode:
         self.segments = SegmentClient(run_dir, namespace)
         self.engines: list[Served] = []
         self.roster: dict[int, AnyTable] = {}
-        """Whose tables are to be had where the coordinator hands them out."""
         self._coordinator: SegmentServer | None = None
 
     def serve(

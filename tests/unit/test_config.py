@@ -26,7 +26,6 @@ BAD_AT_IMPORT = {
     "KVSHM_TEST_SYNC_POINT": ["LEASED", "LEASED:never", "NOWHERE:stop"],
     "KVSHM_TEST_TIME_SCALE": ["fast", "0", "-1", "nan", "inf"],
 }
-"""Of the variables that are read before there are settings."""
 
 
 def test_what_a_loader_knows_stays_with_the_settings() -> None:

@@ -22,7 +22,6 @@ from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
 
 LIMIT = 4000
 AT_ONCE, LOW = 3000, 1920
-"""Three quarters of LIMIT; a sixteenth below MAX_DESCRIPTORS."""
 
 
 class Process:

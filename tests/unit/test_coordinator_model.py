@@ -48,9 +48,7 @@ class Process:
 
     seen_as: int
     bit: int = -1
-    """That of its last epoch."""
     tables: set[int] = field(default_factory=set)
-    """Epochs whose tables it has."""
 
 
 class Anything(RuleBasedStateMachine):
@@ -60,7 +58,6 @@ class Anything(RuleBasedStateMachine):
         self.processes = {p: Process(seen_as=p if p <= 4 else INVISIBLE) for p in range(1, 8)}
         self.next_epoch, self.now = 100, 0.0
         self.infos: dict[int, tuple[int, EngineInfo]] = {}
-        """Epoch -> its process, and what it says of itself."""
         self.dirty: list[set[int]] = [set() for _ in range(NUM_LEASE_BITS)]
         """Bit -> processes that may have leases with it in some slot."""
         self.known: set[int] = set()

@@ -23,7 +23,6 @@ HELPS = {
     "pip wheel": (*PIP, "wheel", "--help"),
     "systemctl": ("systemctl", "--help"),
 }
-"""How a program says what it knows."""
 
 
 def environ() -> dict[str, str]:

@@ -219,12 +219,10 @@ class Anything(RuleBasedStateMachine):
         self.coordinator = 1
         self.sequence = 0
         self.truth: dict[int, set[int]] = {}
-        """Epoch -> blocks in its slot table."""
         self.sent: dict[int, int] = {}
         self.next_epoch = 1
         self.replica: dict[int, set[int]] = {}
         self.lost: set[int] = set()
-        """Of which the table is yet to be scanned."""
         self.order = EventOrder()
         self.join()
 

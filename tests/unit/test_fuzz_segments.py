@@ -1,8 +1,4 @@
-"""Any byte of a segment may be wrong: whoever reads it gets an exception or a miss.
-
-The readers run in processes of their own (segment_fuzzer.py), so that a crash or a hang in C
-is seen here, with the offset of the byte that caused it.
-"""
+"""Any byte of a segment may be wrong: whoever reads it gets an exception or a miss."""
 
 from __future__ import annotations
 

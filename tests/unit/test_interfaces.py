@@ -19,7 +19,6 @@ BROKEN = (
     "renamed = other_package_transport:NoMore",
     "old = other_package_transport:ProcMemory",
 )
-"""Transports that cannot be imported, and one that does not say for which devices it works."""
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ MADE_BY_KVSHM = {"Found", "Load", "Node", "LoadPlanner", "RankHalf", "Coordinato
 """Callers do not construct them."""
 NOT_NAMES = {"API_VERSION", "__version__"}
 QUOTED = re.compile(r"ForwardRef\('([^']*)'\)|(?<=: )'([^']*)'(?=[,)= ])|(?<=-> )'([^']*)'")
-"""Annotations are text."""
 PROTOCOLS = {"__enter__", "__exit__", "__await__", "__bool__", "__iter__", "__len__"}
 
 

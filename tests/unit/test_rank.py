@@ -1,7 +1,4 @@
-"""kvshm._rank.rank_half: a rank whose peers hang, end or go wrong, and whose own epoch fails.
-
-Slot tables are real; the transport does what a test tells it to.
-"""
+"""kvshm._rank.rank_half: a rank whose peers hang, end or go wrong, and whose own epoch fails."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ else:
 '''
 
 GET = "ce86b9bfdbcf0eda"
-"""The digest of ``Pool.get``, written down once."""
 
 
 def changed(old: str, new: str) -> str:

@@ -82,7 +82,6 @@ WORD_AT: dict[SyncPoint, tuple[int, SlotState, int]] = {
     SyncPoint.RETRACTED: (0, SlotState.DRAINING, 1 << 3),
     SyncPoint.FORCED: (1, SlotState.EMPTY, 0),
 }
-"""Generation, state and leases of slot 0 while the process rests at the point."""
 
 
 def check_slot(point: SyncPoint, slot: Slot) -> None:

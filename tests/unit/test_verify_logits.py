@@ -39,7 +39,6 @@ class Played:
     asked: list[dict[str, Any]] = field(default_factory=list)
     imported: float = 5.0
     text: str = ""
-    """What it answers instead."""
 
     def metrics(self) -> str:
         line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}'

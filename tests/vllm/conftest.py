@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 Lines = list[str]
-"""What kvshm has logged: the fixture ``lines``."""
 
 
 class Pair(NamedTuple):

@@ -107,13 +107,10 @@ class DrivenEngine:
     num_blocks: int = 32
     asynchronous: bool = False
     shares: bool = True
-    """Whether an epoch is expected to begin."""
     scheduler: Any = field(init=False)
     table: OwnSlotTable = field(init=False)
     cache: KVCacheConfig | None = None
-    """Of a cache that exists."""
     rank: RankDescription | None = None
-    """What a worker that exists says of itself."""
     outputs: Any = field(init=False)
     tokens: Any = field(default_factory=lambda: itertools.count(1000))
 
@@ -282,7 +279,6 @@ def plan_of(
 
 
 Make = Callable[..., DrivenEngine]
-"""Makes an engine that ends with the test: the fixture ``engine``."""
 
 
 def prompt(blocks: int, tail: int = 3, first: int = 1) -> list[int]:

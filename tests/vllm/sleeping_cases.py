@@ -1,7 +1,6 @@
 """How an engine sleeps and wakes beside another one: a program of its own, because an access to
 memory that sleeps ends the process (SIGSEGV).  Each case runs in a process forked for it; prints
-how it ended.
-"""
+how it ended."""
 
 from __future__ import annotations
 

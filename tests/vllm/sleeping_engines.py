@@ -40,7 +40,6 @@ class ProtectingBackend(SleepModeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.areas: dict[str, tuple[int, int]] = {}
-        """Address and bytes, by tag."""
         self.saved: dict[str, bytes] = {}
         self.asleep: set[str] = set()
         self.before: Callable[[], None] = lambda: None

@@ -50,7 +50,6 @@ class Computed:
     begin: int
     count: int
     anew: list[int] | None
-    """All its tokens, where the worker is told them."""
     samples: bool
 
 
@@ -62,12 +61,10 @@ class Node:
     memory: dict[int, Kv] = field(default_factory=dict)
     steps: deque[tuple[Sent, list[Computed]]] = field(default_factory=deque)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    """The worker's, by request."""
     delivered: dict[str, list[int]] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     chains: dict[bytes, list[int]] = field(default_factory=dict)
     later: list[tuple[LoadOrder, Request]] = field(default_factory=list)
-    """Asynchronous loads under way."""
     awaited: int = 0
     failed: int = 0
 

@@ -36,7 +36,6 @@ SEEDS = range(6)
 FOREIGN = -2
 """Weights of another model, whose KV another connector brings."""
 Place = tuple[Group, int]
-"""A group, and the index of a block in its table."""
 
 
 @dataclass
@@ -47,7 +46,6 @@ class Written:
     count: int
     samples: bool
     loaded: list[Place]
-    """The blocks that another connector fills before the step computes."""
 
     def block(self, place: Place) -> int:
         return self.tables[place[0].number][place[1]]
@@ -67,7 +65,6 @@ class Import:
     request: Request
     epoch: int
     places: dict[int, Place]
-    """Which blocks it fills."""
     bad: set[int] | None = None
     """Targets that did not arrive, once it has ended."""
 
@@ -80,7 +77,6 @@ class Node:
     rnd: random.Random
     weights: int = 0
     weights_of: dict[int, int] = field(default_factory=dict)
-    """Epoch -> the weights it was described with."""
     described: int | None = 0
     changed: bool = False
     epoch: int = 0
@@ -91,12 +87,10 @@ class Node:
     others: dict[str, range] = field(default_factory=dict)
     """Requests whose next step another connector loads for, and which of their hashes."""
     hashes: dict[str, range] = field(default_factory=dict)
-    """Hashes that were found, by request."""
     places: dict[str, dict[int, Place]] = field(default_factory=dict)
     """Which blocks the loads fill that the next step hands over."""
     added: int = 0
     seen: Counter[int] = field(default_factory=Counter)
-    """How often a readable block of each group was looked at."""
 
     def __post_init__(self) -> None:
         self.side = self.e.connector._scheduler

@@ -56,7 +56,6 @@ WAITS = (
     (importer_module, "LINGER_SECONDS"),
     (attachments, "ATTACH_WAIT_SECONDS"),
 )
-"""What an engine waits for another one by the real clock."""
 LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}
 
 

@@ -41,7 +41,6 @@ FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "pool_reset": lambda side: (side.epochs, "reset"),
     "has_pending_push_work": lambda side: (side, "must_step"),
 }
-"""Hook -> what it calls, by owner and name."""
 
 
 def broken(*_: Any, **__: Any) -> None:

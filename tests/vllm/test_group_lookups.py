@@ -24,7 +24,6 @@ from .several_groups import peer_of as peer_of
 
 WINDOW = 40
 WHOLE = 6 * BLOCK_SIZE
-"""Tokens of the six blocks of a prompt."""
 Observed = tuple[RequestImporter, list[float], list[Any]]
 
 

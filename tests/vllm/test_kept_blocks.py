@@ -25,7 +25,6 @@ from .several_groups import KINDS
 
 BIT = LeaseBit(9)
 OTHERS = 10_000
-"""First token of prompts that share nothing with the first one."""
 
 
 def compute(e: DrivenEngine, tokens: list[int], name: str = "first") -> None:
@@ -182,9 +181,7 @@ class Step(NamedTuple):
     """What an engine has made of a step."""
 
     scheduled: dict[str, int]
-    """How many tokens of each request."""
     preemptions: dict[str, int]
-    """Of each request, since it arrived."""
     tables: dict[str, list[list[int]]]
 
 

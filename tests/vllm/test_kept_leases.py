@@ -1,8 +1,5 @@
 """What a lease is worth on a GPU: asynchronous scheduling, copies that last for two steps of an
-exporter whose pool is short, and hot prefixes that are its oldest free blocks.
-
-Counted in blocks and steps: a copy ends when the test says so, so a slow machine changes nothing.
-"""
+exporter whose pool is short, and hot prefixes that are its oldest free blocks."""
 
 from __future__ import annotations
 
@@ -42,13 +39,11 @@ FILL_BLOCKS = 13
 class Outcome(NamedTuple):
     imported: int
     discarded: int
-    """Blocks that the exporter reused under the copy."""
     forced: int
     kept: int
     computed_again: int
     """Hot prefixes that the exporter had to compute once more."""
     steps: int
-    """The exporter's, while blocks were leased."""
 
 
 class Reuse:

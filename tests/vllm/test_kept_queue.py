@@ -55,7 +55,6 @@ class Life:
         self.records: dict[int, bytes] = {}
         self.used: list[Any] = []
         self.wanted = set[int]()
-        """Blocks that are held or leased."""
 
     def queue(self) -> list[int]:
         found = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]

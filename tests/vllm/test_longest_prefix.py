@@ -37,11 +37,8 @@ from kvshm.hooks.vllm.identity.groups import groups_of
 
 HASHES = 24
 SIZE = 4
-"""Tokens per hash."""
 CASES = 100
-"""Random caches per model."""
 Key = tuple[int, int]
-"""Group, and index of the block in it."""
 
 
 def full(scale: int = 1) -> FullAttentionSpec:

@@ -1,7 +1,4 @@
-"""What was loaded, on its way through vLLM's own classes to the page that Prometheus reads.
-
-That an engine's /metrics tells it is shown by test_sharing.py and test_lifecycle.py.
-"""
+"""What was loaded, on its way through vLLM's own classes to the page that Prometheus reads."""
 
 from __future__ import annotations
 

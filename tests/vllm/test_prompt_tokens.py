@@ -31,7 +31,6 @@ assert peer_of  # a fixture
 
 COUNTERS = (PROMPT_TOKENS_LOCAL, PROMPT_TOKENS_PEER, PROMPT_TOKENS_COMPUTED)
 OWN = 55
-"""The epoch of an engine."""
 REPORT = {"kvshm": {"report": True}}
 
 
@@ -54,7 +53,6 @@ class Node(test_at_once.Node):
         self.answers: dict[str, dict[str, int]] = {}
         self.preempted = 0
         self.stats = LoadStats()
-        """All that vLLM got for its metrics."""
         update = self.e.scheduler.update_from_output
 
         def heard(*args: Any) -> Any:

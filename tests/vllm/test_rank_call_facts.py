@@ -69,7 +69,6 @@ STARTING = {
     "init_worker", "initialize_from_config", "load_model", "set_kv_cache_layout",
     "update_environment_variables", "update_max_model_len",
 }  # fmt: skip
-"""Calls that come before the connector has started."""
 
 
 def test_harmless_calls_are_methods_that_vllm_has() -> None:

@@ -222,7 +222,6 @@ class PlayedTime:
     def __init__(self, engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.now = engine, 1000.0
         self._ends = [0.0]
-        """When each copy ends."""
         worker, scheduler = engine.worker._worker, engine.engine.connector._scheduler
         self._rank = worker._cache
         for one in (self._rank, scheduler, scheduler.importer):
