@@ -1,4 +1,7 @@
-"""Opens as many connections as it can to every socket in a run directory, and keeps them."""
+"""Opens as many connections as it can to every socket in a run directory, and keeps them.
+
+Run by chaos.py only: RUN_DIR CONNECTIONS SECONDS, all sockets together.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 
 
 def connect(path: Path) -> socket.socket | None:
+    """A connection, of whichever kind the socket is; None if it takes none."""
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         connection = socket.socket(socket.AF_UNIX, kind)
         connection.setblocking(False)
