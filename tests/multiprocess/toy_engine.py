@@ -206,6 +206,7 @@ class ToyEngine:
         self.cache.publisher.publish_marked(self.marks, self.pool, [run])
         self.cache.publisher.flush()
 
+    @property
     def num_peers(self) -> int:
         state = self.cache.epoch_state
         return state.peers.stats().usable if state else 0
