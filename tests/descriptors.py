@@ -11,7 +11,7 @@ from contextlib import suppress
 
 def open_files() -> Counter[tuple[str, int]]:
     """What this process has open, by name and inode, and how often."""
-    gc.collect()  # what nobody holds is not counted as open
+    gc.collect()  # what no one holds is not counted as open
     found: Counter[tuple[str, int]] = Counter()
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # it was that of the listing, or has just been closed

@@ -20,8 +20,6 @@ SERVER = Path(__file__).parents[1] / "examples" / "transformers_server.py"
 
 @dataclass(frozen=True)
 class TransformersSpec(EngineSpec):
-    """An engine of transformers' continuous batching."""
-
     def command(self, port: int) -> list[str]:
         where = ["--model", str(self.model), "--port", str(port), "--core", str(self.core)]
         cache = ["--page-size", str(BLOCK_SIZE), "--num-blocks", str(self.num_blocks)]

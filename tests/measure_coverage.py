@@ -119,7 +119,6 @@ def coverage(*arguments: str) -> None:
 
 
 def python_files() -> list[Reached]:
-    """Lines and branches of the product's Python."""
     coverage("combine")
     coverage("json", "-o", str(ROOM / "report.json"))
     found = json.loads((ROOM / "report.json").read_text())["files"]
@@ -134,7 +133,6 @@ def python_files() -> list[Reached]:
 
 
 def c_files() -> list[Reached]:
-    """Lines and branches of the product's C, by gcov."""
     notes = sorted(path.name for path in ROOM.glob("*.gcda"))
     command = ["gcov", "--json-format", "--stdout", "--branch-probabilities", *notes]
     said = subprocess.run(command, cwd=ROOM, check=True, capture_output=True, text=True).stdout

@@ -7,7 +7,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("other_transport.py")
 NAME = "procfs"
-"""What the setting KVSHM_TRANSPORT calls its transport."""
 METADATA = "Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n"
 
 

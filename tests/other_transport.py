@@ -1,8 +1,4 @@
-"""A transport as another package may bring it, made from what kvshm.interfaces says alone.
-
-A rank's memory is a memfd, which peers open below /proc; copies are made while the caller waits.
-Tests install this file (other_package.py); they do not import it.
-"""
+"""A transport as another package may bring it, made from what kvshm.interfaces says alone."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ from kvshm.interfaces import CopyState, Epoch, MemoryDescriptor, Region
 
 
 class ProcMemory:
-    """Memory of one rank."""
-
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.fd = os.memfd_create("other-package")
@@ -90,8 +84,6 @@ class ProcAttachment:
 
 
 class ProcTransport:
-    """See kvshm.interfaces.Transport."""
-
     name = "procfs"
     devices = ("cpu",)
     late_writers = True

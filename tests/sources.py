@@ -15,11 +15,8 @@ FOLDERS = ("tests", "examples", "benchmarks", "docs")
 
 
 class Import(NamedTuple):
-    """One name that a file imports."""
-
     line: int
     level: int
-    """How many dots lead it."""
     name: str
     full: str
     """The dotted name, without leading dots."""
@@ -28,8 +25,6 @@ class Import(NamedTuple):
 
 
 class Source:
-    """One file, read and parsed once for all rules."""
-
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.text = text
@@ -90,7 +85,6 @@ class Source:
 
 
 def installed(name: str) -> str:
-    """The dotted name under which a module or a folder of the product is imported."""
     parts = PurePosixPath(name).with_suffix("").parts
     return ".".join(("kvshm", *parts) if parts[0] in COMPONENTS else parts)
 

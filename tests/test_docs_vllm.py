@@ -39,7 +39,6 @@ def test_vllm_has_the_options_that_are_named(known_to_vllm: set[str]) -> None:
 
 
 def test_somebody_knows_each_option_that_stands_alone(known_to_vllm: set[str]) -> None:
-    """``--check`` in a sentence: of one of our commands, of vLLM, docker or pip."""
     known = known_to_vllm | OF_DOCKER
     for command in {command for one in PAGES for command, _ in commands(one)}:
         known |= set(options(help_of(command)))

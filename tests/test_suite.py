@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from .side_by_side import together
-
-ROOT = Path(__file__).parents[1]
-MARK = "pytest.mark." + "long"
-
-
-def test_contributing_lists_what_only_test_all_runs() -> None:
-    """Each file with such tests, or its folder where a conftest.py marks all of a folder."""
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    listed = re.findall(r"^\| `(tests/\S+)` +\|", page, re.MULTILINE)
-    marked = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        if MARK in path.read_text():
-            place = f"{path.parent}/" if path.name == "conftest.py" else str(path)
-            marked.append(place.removeprefix(f"{ROOT}/"))
-    assert sorted(listed) == sorted(marked)
-
 
 VERSIONS, DOCS = "tests/multiprocess/test_versions.py", "tests/multiprocess/test_docs_run.py"
 CLIENT, CORE = "tests/multiprocess/test_client.py", "tests/core/test_sanitizers.py"

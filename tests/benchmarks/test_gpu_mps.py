@@ -24,7 +24,6 @@ else
     exec sleep 600
 fi
 """
-"""A daemon that answers nothing and does not end when asked to."""
 PROGRAM = """
 import signal, sys, time
 import gpu_mps
@@ -37,7 +36,6 @@ with gpu_mps.daemon(sys.argv[1]):
 
 @pytest.mark.multiprocess
 def test_a_step_that_is_ended_ends_its_daemon_in_time(tmp_path: Path) -> None:
-    """The suite gives a step a few seconds after its limit; the daemon has left its group."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     grace = importlib.import_module("gpu_suite").GRACE_S
     sys.path.pop(0)

@@ -42,7 +42,6 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_every_step_runs_whatever_the_others_do(suite: ModuleType, tmp_path: Path) -> None:
-    """One that fails, one that hangs with a process of its own, and one that measures."""
     step = suite.Step
     measured = json.dumps({"benchmark": "x", "value": 3})
     steps = [
@@ -109,7 +108,6 @@ def test_a_part_that_runs_again_keeps_what_it_saw_before(suite: ModuleType, tmp_
 
 
 def started(folder: Path, *names: str) -> subprocess.Popen[str]:
-    """The suite as a program."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py"), *names], text=True,
         env={**os.environ, "KVSHM_GPU_RESULTS": str(folder)}, cwd=ROOT,
@@ -119,7 +117,6 @@ def started(folder: Path, *names: str) -> subprocess.Popen[str]:
 
 @pytest.mark.multiprocess
 def test_results_that_cannot_be_written_are_an_error_before_the_first_step(tmp_path: Path) -> None:
-    """A file in place of the folder, a folder below a file, and a folder in place of a file."""
     (tmp_path / "file").write_text("")
     (tmp_path / "odd" / "gpu-steps.jsonl").mkdir(parents=True)
     for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "odd"):

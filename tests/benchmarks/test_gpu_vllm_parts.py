@@ -126,7 +126,7 @@ def test_a_manifest_that_does_not_say_what_it_is_for_is_a_misfit() -> None:
     assert "machine, native, torch, cuda" in reason
 
 
-def test_a_machine_that_does_not_fit_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_does_not_fit_is_reported_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_vllm_assemble, "misfits_of_torch", lambda made_for: iter(()))
     made_for = {"python": "2.7", "machine": "pdp11", "glibc": "99.1", "native": "another"}
     made_for |= {"torch": "2.11", "cuda": "13"}

@@ -69,7 +69,7 @@ def test_a_fault_is_passed_on_to_one_engine_and_not_checked(
     assert faulty(checked) == ({"KVSHM_VERIFY": "0"}, {FAULT: "zero"})
 
 
-def test_results_that_cannot_be_written_are_told_before_anything_starts(tmp_path: Path) -> None:
+def test_results_that_cannot_be_written_are_reported_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     environment = {**os.environ, "KVSHM_GPU_RESULTS": str(tmp_path / "file" / "results")}
     environment.pop("PYTHONPATH", None)

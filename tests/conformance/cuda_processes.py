@@ -1,9 +1,4 @@
-"""Ranks of the CUDA transport in processes of their own, seen as a transport of this process.
-
-An IPC handle cannot be opened where it was made, so wherever the driver's real calls are made
-every rank has a process (cuda_rank).  Processes are kept from test to test: starting one takes
-seconds.
-"""
+"""Ranks of the CUDA transport in processes of their own, seen as a transport of this process."""
 
 from __future__ import annotations
 
@@ -26,8 +21,6 @@ _idle: list[tuple[tuple[str, bool], GpuPeer]] = []
 
 
 class RankProcess:
-    """A process with one rank."""
-
     def __init__(self, library: str, virtual: bool) -> None:
         """``library``: the directory of a libcuda.so.1 to use instead of the installed one.
         ``virtual``: share VMM memory."""
@@ -57,13 +50,11 @@ class RankProcess:
             raise kind(text) from exc
 
     def give_back(self) -> None:
-        """Keep the process for the next test."""
         self.call("put_back")
         _idle.append((self._kind, self._peer))
 
 
 def end_all() -> None:
-    """End the processes that nobody uses."""
     while _idle:
         _idle.pop()[1].__exit__()
 
@@ -102,8 +93,6 @@ class RemoteAttachment:
 
 
 class RemoteTransport:
-    """A CudaIpcTransport elsewhere (kvshm.interfaces.Transport)."""
-
     name = "cuda_ipc"
 
     def __init__(

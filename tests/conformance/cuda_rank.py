@@ -1,8 +1,4 @@
-"""One rank in a process of its own: the other side of cuda_processes.
-
-The driver's real calls are made, whatever library they end in.  Memory comes from the driver, not
-from torch: tests/gpu shares torch's.
-"""
+"""One rank in a process of its own: the other side of cuda_processes."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ class Rank:
         self.spare: dict[int, list[int]] = {}
         self.memories: list[DeviceMemory] = []
         self.things: list[Any] = []
-        """Attachments and copies, by the number that the caller knows."""
         self.holding = ExitStack()
 
     def build(self, sizes: list[int], regions: str, fault: str | None, virtual: bool) -> None:

@@ -46,8 +46,6 @@ class Layout:
 
 @dataclass
 class Peer:
-    """One rank: its transport and host access to its memories."""
-
     layout: Layout
     transport: Transport
     memories: Sequence[memoryview]
@@ -61,16 +59,12 @@ class Peer:
 
 
 class Rig(ABC):
-    """Makes peers of one transport that can reach each other."""
-
     fixtures: tuple[str, ...] = ()
-    """Whose values the constructor takes."""
 
     def __init__(self) -> None:
         self.peers: list[Peer] = []
 
     def peer(self, layout: Layout, fault: str | None = None) -> Peer:
-        """A rank with that layout, filled with bytes of its own."""
         peer = self._build(layout, fault)
         self.peers.append(peer)
         peer.fill(seed=len(self.peers))
@@ -88,7 +82,6 @@ class Rig(ABC):
         """Let the copies end; return how each did."""
 
     def end(self, peer: Peer) -> None:
-        """End a peer's transport and all that its process holds of its memory."""
         peer.transport.close()
 
     def close(self) -> None:
@@ -191,9 +184,7 @@ class RealCudaRig(Rig):
     """The machine's GPU; every peer a real process."""
 
     library = ""
-    """Directory of another driver library than the installed one."""
     virtual = False
-    """Whether the peers share VMM memory."""
 
     def __init__(self) -> None:
         super().__init__()

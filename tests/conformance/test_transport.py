@@ -190,7 +190,7 @@ def test_a_copy_cancelled_before_it_began_writes_nothing(rig):
 
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_who_waits_copies_everything_or_has_ended_the_copy(rig, keep_going):
-    """Or leaves it to a device, which nobody on this thread can help."""
+    """Or leaves it to a device, which no one on this thread can help."""
     exporter, importer, attachment = pair(rig)
     before, wanted = importer.read(), expected(exporter, importer, [0, 1], [2, 3])
     with rig.hold(importer):

@@ -30,8 +30,6 @@ _INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 
 @dataclass
 class _Allocation:
-    """Physical memory."""
-
     fd: int
     nbytes: int
     owner: FakeDriver
@@ -57,7 +55,6 @@ class FakeMachine:
     unreachable: set[frozenset[str]] = field(default_factory=set)
     handles: dict[bytes, _Allocation] = field(default_factory=dict)
     opens: int = 0
-    """How often another process's allocation was mapped."""
 
     def process(self, gpu: str = "gpu-0", visible: tuple[str, ...] = ()) -> FakeDriver:
         """Another process, computing on ``gpu``."""
@@ -65,8 +62,6 @@ class FakeMachine:
 
 
 class FakeStream:
-    """Work in order; it runs when it is looked at, unless held."""
-
     def __init__(self) -> None:
         self.work: deque[Callable[[], None]] = deque()
         self.held = False
@@ -80,7 +75,6 @@ class FakeStream:
 class FakeEvent:
     stream: FakeStream | None = None
     turn: int = 0
-    """How often it was recorded."""
     reached: int = 0
 
 
@@ -96,13 +90,10 @@ class FakeDriver:
         self.mapped: dict[int, _Mapping] = {}
         self.compute = FakeStream()
         self.failing = False
-        """Whether work on the GPU fails, as after an illegal access."""
         self._streams: dict[int, FakeStream] = {0: self.compute}
         self._lock = threading.RLock()
         self.entered: set[str] = set()
-        """Names of the threads that called ``enter_thread``."""
         self.events = self.streams = 0
-        """How many exist."""
 
     def enter_thread(self) -> None:
         self.entered.add(threading.current_thread().name)
@@ -119,7 +110,7 @@ class FakeDriver:
         return address
 
     def make(self, nbytes: int, kind: str = "ipc") -> int:
-        """Memory of a kind: "ipc", "fd", "fabric", or "async", which nobody can export."""
+        """Memory of a kind: "ipc", "fd", "fabric", or "async", which no one can export."""
         allocation = _Allocation(
             os.memfd_create("fake-gpu"), nbytes, self, kind, secrets.token_bytes(64)
         )

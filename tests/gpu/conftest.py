@@ -25,6 +25,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts peers; all of them have ended when the test has."""
     with ExitStack() as stack:
         yield lambda **arguments: stack.enter_context(GpuPeer(**arguments))

@@ -30,7 +30,6 @@ BLOCK_BYTES = {
 
 @pytest.mark.parametrize("block_bytes", BLOCK_BYTES.values(), ids=BLOCK_BYTES.keys())
 def test_every_byte_of_every_list_in_every_layout(start: Start, block_bytes: int) -> None:
-    """Over all pairs of layouts; the importer has another number of blocks."""
     exporter, importer = start(), start()
     shape = {"layers": 3, "block_bytes": block_bytes}
     for ours, theirs in itertools.product(("layer", "block"), repeat=2):
@@ -48,7 +47,6 @@ def test_every_byte_of_every_list_in_every_layout(start: Start, block_bytes: int
 
 
 def test_equal_addresses_in_both_processes_are_no_matter(start: Start) -> None:
-    """Both processes do the same from the start, so the driver likely gives the same address."""
     exporter, importer = start(), start()
     addresses = [peer.call("make", seed=i) for i, peer in enumerate((exporter, importer), 1)]
     importer.call("attach", descriptor=exporter.call("export", epoch=5))

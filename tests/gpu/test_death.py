@@ -54,7 +54,6 @@ def tried(called: GpuPeer, method: str, **arguments: object) -> object:
 
 
 def look(importer: GpuPeer, died: float) -> dict[str, object]:
-    """Copy the dead exporter's memory; how that went and how many bytes are others."""
     after = round(time.monotonic() - died, 2)
     blank = tried(importer, "blank")
     state = tried(importer, "copy", **ALL)

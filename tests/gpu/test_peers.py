@@ -25,7 +25,6 @@ def test_blocks_travel_between_gpus(start: Start) -> None:
 
 
 def test_gpus_are_matched_whatever_is_visible(start: Start) -> None:
-    """Each process sees one GPU and calls it 0."""
     exporter, importer = start(visible="0"), start(visible="1")
     exporter.call("make", seed=1)
     importer.call("make", seed=2)

@@ -18,7 +18,6 @@ class Case:
     config: str
     about: str
     settings: str = ""
-    """Sizes, as they stand on the command line after -D."""
     violates: str = ""
     """The property that catches this mutant; empty: all properties hold."""
     loops: bool = False
@@ -26,7 +25,6 @@ class Case:
 
     @property
     def defines(self) -> list[str]:
-        """Arguments of spin."""
         chosen = [f"CONFIG={self.config}"] if self.config else []
         switches = [self.name] if self.violates else []
         return [f"-D{d}" for d in [*chosen, *self.settings.split(), *switches]]

@@ -71,7 +71,6 @@ def _attempt(case: Case) -> tuple[Case, Outcome | SearchFailed]:
 
 
 def describe(case: Case, outcome: Outcome) -> str:
-    """One line about a search, with what it cost."""
     if outcome.violated != case.violates:
         return f"{case.name}: {outcome}, expected {case.violates or 'nothing'}"
     return mutant_row(case, outcome) if case.violates else cost_row(case, outcome)

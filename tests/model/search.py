@@ -28,11 +28,8 @@ class SearchFailed(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found.  ``violated`` is a key of PROPERTIES, empty if all hold."""
-
     violated: str
     steps: int
-    """Length of the counterexample; 0 without one."""
     states: int
     depth: int
     memory_mb: int

@@ -66,7 +66,6 @@ def content_of(case: Case) -> str:
 
 
 def files_of(model: Path) -> list[Path]:
-    """The model's file, and each one that it includes."""
     names = re.findall(r'^\s*#\s*include\s+"(.+?)"', model.read_text(), re.MULTILINE)
     return [model, *(path for name in names for path in files_of(model.with_name(name)))]
 

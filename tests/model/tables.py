@@ -18,7 +18,6 @@ HEADS = {
 
 
 def found_row(case: Case, outcome: Outcome) -> str:
-    """What a search without a find went through: the same on every machine."""
     kind = f"{case.about} (circles)" if case.loops else case.about
     model = " ".join((case.model, case.config)).strip()
     return _row(case.name, model, kind, case.settings, f"{outcome.states:,}", outcome.depth)

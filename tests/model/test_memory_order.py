@@ -18,7 +18,6 @@ ROW = re.compile(r"^ \*     (\w+) +((?:load|store|CAS|add|sub|fence) \w+(?:/\w+)
 ATOMIC = re.compile(r"\batomic_(?!int\b)(\w+?)(?:_explicit)?\s*\(|__(?:atomic|sync)_(\w+)")
 
 Operation = tuple[str, str]
-"""A function's name, and what it does: ``load relaxed``."""
 
 
 def without_comments(text: str) -> str:
@@ -35,7 +34,6 @@ def functions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def atomics(body: str) -> Iterator[str]:
-    """The atomic operations that a function's text spells out."""
     for found in ATOMIC.finditer(body):
         orders = re.findall(r"memory_order_(\w+)", body[found.end() :].split(";")[0])
         kind = KINDS.get(found[1], found[1])

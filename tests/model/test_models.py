@@ -1,8 +1,4 @@
-"""The protocols hold in the models, every mutant is caught, and the page says so.
-
-A search whose model has not changed since it was last made is not made again (stamps.py); the
-session's last lines say of how many that holds.
-"""
+"""The protocols hold in the models, every mutant is caught, and the page says so."""
 
 from __future__ import annotations
 
@@ -40,7 +36,6 @@ def test_the_search_ends_as_it_should(
 
 
 def cells(row: str, count: int) -> list[str]:
-    """The first cells of a table's row."""
     return [cell.strip() for cell in row.split("|")[1 : count + 1]]
 
 

@@ -20,8 +20,6 @@ SMALL = next(case for case in MUTANTS if case.model == "bits")
 
 
 class Counting:
-    """Searches really, and counts how often."""
-
     def __init__(self) -> None:
         self.made = 0
 
@@ -32,7 +30,6 @@ class Counting:
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the models, in place of them."""
     copy = tmp_path / "models"
     shutil.copytree(searching.MODELS, copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     monkeypatch.setattr(searching, "MODELS", copy)

@@ -1,7 +1,4 @@
-"""Sends a coordinator whatever is no message, then asks whether it still answers.
-
-Run by tests only: each sender is a process of its own, since complaints are kept by process.
-"""
+"""Sends a coordinator whatever is no message, then asks whether it still answers."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ WHOLE_SECONDS = 90.0
 END_SECONDS = 30.0
 UNDO_TRIES = 200
 MORE_DESCRIPTORS = 16
-"""How many more a process may have than its likes had before the faults."""
 MORE_MIB = 100
-"""How much the coordinator may have grown."""
 LEFT_IN_ORDER = re.compile(r".*\.lock")
 
 
@@ -145,7 +143,6 @@ def _watch_until(end: float, node: ChaosNode, faults: Faults) -> None:
 
 
 def become_whole(node: ChaosNode) -> bool:
-    """Wait until every engine may use every other one, and has imported once more."""
     marks: dict[str, int] = {}
     deadline = time.monotonic() + WHOLE_SECONDS
     while time.monotonic() < deadline:
@@ -236,7 +233,6 @@ def sizes(node: ChaosNode) -> dict[str, int]:
 
 
 def end(node: ChaosNode, problems: Counter[str]) -> None:
-    """End the engines, then the coordinator, all in good order."""
     for engine in node.engines:
         engine.doomed = {0}
         engine.order("end")
@@ -252,7 +248,7 @@ def end(node: ChaosNode, problems: Counter[str]) -> None:
 
 
 def hear_coordinator(node: ChaosNode, coordinator: Member) -> None:
-    """Ask it, since nobody has for a while, for as long as it may be silent."""
+    """Ask it, since no one has for a while, for as long as it may be silent."""
     deadline = time.monotonic() + UNANSWERED_SECONDS
     while coordinator.silence > LOOK_SECONDS and time.monotonic() < deadline:
         node.ping()
@@ -297,7 +293,6 @@ def _kill_ranks(node: ChaosNode) -> None:
 
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Print what was found; return the exit status."""
     kinds = ("bystanders", "violations", "leaks", "problems", "not_undone")
     bad = {kind: found[kind] for kind in kinds}
     print(

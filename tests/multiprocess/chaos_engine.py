@@ -1,9 +1,4 @@
-"""A toy engine for chaos.py: it serves until it is told to end, and its ranks are processes.
-
-Says one JSON object per line: its ranks' pids as soon as they run, then what ``summary``
-gives, each half second.  Obeys ``pause``, ``go`` and ``end`` on standard input.  An engine whose
-rank ends ends with it, as vLLM's does, and with a status of its own.
-"""
+"""A toy engine for chaos.py: it serves until it is told to end, and its ranks are processes."""
 
 from __future__ import annotations
 
@@ -38,7 +33,6 @@ from kvshm.interfaces import MemoryDescriptor
 
 REPORT_SECONDS = 0.5
 AGAIN_SECONDS = 1.0
-"""Until an epoch that could not begin is tried again."""
 RESET_ODDS = 1 / 500
 """How many requests come after a reset of the cache, which begins another epoch."""
 RANK_ENDED = 3
@@ -113,9 +107,7 @@ class ChaosEngine(ToyEngine):
     opened: int | None = None
     again_at = 0.0
     unshared = 0
-    """How often an epoch could not begin, or not on a rank."""
     contained = 0
-    """How many requests a failure of the cache has ended."""
 
     def step(self, chain: list[BlockHash]) -> None:
         """One request.  No failure of the cache crosses this line, as none crosses

@@ -48,12 +48,10 @@ class Faults:
         self._node = node
         self.done: Counter[str] = Counter()
         """How often each kind was done; with ``: refused`` what the kernel did not permit, with
-        ``: nobody`` what found no victim."""
+        ``: no one`` what found no victim."""
         self._limits: dict[int, tuple[int, int]] = {}
-        """Of descriptors, by pid, as they were before any fault."""
         self._pending: list[tuple[float, Callable[[], None]]] = []
         self.spoilt: list[str] = []
-        """What was cut or emptied, and whose it may be."""
         self.not_undone: list[str] = []
         self._held: Counter[int] = Counter()
         """Processes that the schedule has stopped; others have stopped at a sync point."""
@@ -64,7 +62,7 @@ class Faults:
         self.done[f"{fault.kind}: {how}" if how else fault.kind] += 1
 
     def missing(self, kinds: Collection[str]) -> set[str]:
-        """Which of these kinds nobody has met yet.  What the kernel has refused was tried;
+        """Which of these kinds no one has met yet.  What the kernel has refused was tried;
         ``engine-point`` wants somebody who has stopped and somebody who has died there."""
         met = {kind.split(":")[0] for kind in self.done if not kind.endswith(": nobody")}
         if len({point.split(":")[1] for point in self._node.reached}) < 2:

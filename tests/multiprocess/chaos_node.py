@@ -1,8 +1,4 @@
-"""Who runs in a run of chaos.py, and who of them has ended by itself.
-
-A process that ends is in order if the run has ended it (``doomed``), in the way in which it was
-ended; every other end is that of a bystander, whatever its status.
-"""
+"""Who runs in a run of chaos.py, and who of them has ended by itself."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Quiet(Processes):
-    """Processes whose lines nobody wants to see at the end: there are thousands."""
+    """Processes whose lines no one wants to see at the end: there are thousands."""
 
     def forget(self, process: Managed) -> None:
         """Let go of what is kept of one, which has ended or is to end now.  Its last lines are
@@ -89,7 +85,6 @@ class Worker:
     pidfd: int
     doomed: bool = False
     point: str = ""
-    """The sync point that it stops or dies at (KVSHM_TEST_SYNC_POINT)."""
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(OSError):  # it has ended, and may be buried
@@ -107,14 +102,11 @@ class Member:
     process: Managed
     name: str
     doomed: set[int] = field(default_factory=set)
-    """Exit statuses with which it may end."""
     ranks: list[Worker] = field(default_factory=list)
     point: str = ""
-    """The sync point at which it, or a rank of it, stops or dies."""
     successor_point: str = ""
-    """That of the engine that takes its place."""
     was_ended: bool = False
-    """Whether the run has ended it: then it has not come to its sync point, or nobody can tell."""
+    """Whether the run has ended it: then it has not come to its sync point, or no one can tell."""
     damaged: bool = False
     """Whether memory of it has been cut or emptied: its invariants say nothing any more."""
     excused_until: float = 0.0
@@ -135,13 +127,11 @@ class Member:
 
     @property
     def has_said_all(self) -> bool:
-        """Whether it ended a moment ago: what it said last has been read by now."""
         self.ended_at = self.ended_at or time.monotonic()
         return time.monotonic() - self.ended_at > SAID_SECONDS
 
     @property
     def has_begun(self) -> bool:
-        """Whether it serves: before, Python itself is still loading."""
         return "requests" in self.said or "event=serving" in str(self.process.err)
 
     def pids(self) -> list[int]:
@@ -307,7 +297,7 @@ class ChaosNode:
 
     def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
         """End one as the schedule wants it: which must not hide that it hung."""
-        member.listen()  # perhaps nobody has for a while
+        member.listen()  # perhaps no one has for a while
         if member is self.coordinator and member.silence > self._longest_silence(member) / 2:
             self._tell_hang(member)
         in_order = number != signal.SIGKILL and member.has_begun
@@ -357,7 +347,7 @@ class ChaosNode:
         rank.pidfd = -1
 
     def strays(self) -> list[str]:
-        """Children that nobody knew of: ranks of engines that ended before they had named them.
+        """Children that no one knew of: ranks of engines that ended before they had named them.
         Notes those that have ended otherwise than in good order; returns those that run."""
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:

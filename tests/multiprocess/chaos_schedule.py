@@ -1,8 +1,4 @@
-"""Which fault comes when in a run of chaos.py: a pure function of the seed.
-
-A schedule names its victims by their place (the third engine, its first rank), never by a
-pid: the same seed gives the same faults, whoever lives there by then.
-"""
+"""Which fault comes when in a run of chaos.py: a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -40,12 +36,10 @@ class Fault(NamedTuple):
     """One thing that is done to the node."""
 
     at: float
-    """Seconds after the begin."""
     kind: str
     victim: float
     """Which of those there are, as a share of their number: 0 is the first."""
     seconds: float
-    """How long it lasts, where it does."""
     dice: int
     """What is left to choose, by kind."""
 

@@ -24,13 +24,11 @@ from kvshm.config import Config
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
 BYTES = (512, 256)
-"""Of one block in each region."""
 UNTOUCHED = 0xEE
 ROW_BYTES = 512
 
 
 def slots_of(blocks: Sequence[int], num_tokens: int) -> list[int]:
-    """The slot mapping of so many tokens in these blocks."""
     every = [block * BLOCK_SIZE + place for block in blocks for place in range(BLOCK_SIZE)]
     return every[:num_tokens]
 
@@ -92,31 +90,26 @@ class CallsEngine:
                 data = data[region.block_bytes :]
 
     def expect(self, tokens: Sequence[int], number: int, block: int) -> bytes:
-        """From now on own block ``block`` must hold block ``number`` of the prompt."""
         self.expected[block] = self.contents(tokens, number)
         return self.expected[block]
 
     def wrong_blocks(self) -> list[int]:
-        """Own blocks with a byte that nobody was to write, or that is not what was."""
         untouched = bytes([UNTOUCHED]) * sum(BYTES)
         blocks = range(NUM_BLOCKS)
         return [b for b in blocks if self.read(b) != self.expected.get(b, untouched)]
 
     def forget(self) -> None:
-        """Nothing has been written."""
         self.expected.clear()
         self.memory.buffer[:] = bytes([UNTOUCHED]) * self.memory.nbytes
 
     # What the program is told to do.
 
     def store(self, tokens: list[int], blocks: list[int]) -> int:
-        """Compute a prompt and store it."""
         self.node.retract(blocks)
         self.compute(tokens, blocks)
         return self.calls.store(tokens, slot_mapping=slots_of(blocks, len(tokens)))
 
     def insert(self, tokens: list[int], blocks: list[int], hidden: str | None) -> int:
-        """Compute a prompt and insert it with its hidden states (in hex)."""
         self.node.retract(blocks)
         self.compute(tokens, blocks)
         states = None if hidden is None else bytes.fromhex(hidden)
@@ -126,7 +119,6 @@ class CallsEngine:
         self.node.retract(blocks)
 
     def found(self, tokens: list[int]) -> int:
-        """Wait until another engine has all of it; return how many tokens that are."""
         return self.node.wait_for(self.node.keys(tokens), 60.0).length * BLOCK_SIZE
 
     def kept(self, blocks: list[int]) -> list[int]:

@@ -17,8 +17,6 @@ PROGRAM = str(Path(__file__).with_name("compat_engine.py"))
 
 
 class Other:
-    """An engine in a process of its own."""
-
     def __init__(self, node: Node, *arguments: str) -> None:
         environ = {
             "KVSHM_RUN_DIR": str(node.run_dir),
@@ -32,7 +30,6 @@ class Other:
         return json.loads(self.process.wait_out(lambda line: True, since))
 
     def do(self, *what: Any) -> Any:
-        """Have it call a method of its CallsEngine; return what that returns."""
         self.begin(*what)
         return self.end()
 
@@ -45,8 +42,6 @@ class Other:
 
 
 class Calls:
-    """The engine of this process and a way to start others."""
-
     def __init__(self, node: Node) -> None:
         self.node = node
         self.own = self.engine()
@@ -59,7 +54,6 @@ class Calls:
         )
 
     def engine(self, *arguments: Any) -> CallsEngine:
-        """Another engine in this process; who asks for it closes it."""
         return CallsEngine(self.config(), *arguments)
 
     def other(self, *arguments: str) -> Other:
@@ -71,7 +65,6 @@ class Calls:
         return other
 
     def wait_found(self, tokens: list[int], num_tokens: int | None = None) -> None:
-        """Wait until so many tokens of the prefix can be had here (None: its full blocks)."""
         keys = self.own.node.keys(tokens)
         num_tokens = len(tokens) if num_tokens is None else num_tokens
         wanted = num_tokens // self.own.node.block_size
@@ -80,7 +73,6 @@ class Calls:
 
 @contextmanager
 def calls_on(node: Node) -> Iterator[Calls]:
-    """All of it; when it ends every byte of this process's engine is judged."""
     node.coordinator()
     calls = Calls(node)
     try:

@@ -15,7 +15,6 @@ from .scripted import HASTY, UNHURRIED, Script, scripted
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A namespace of the test's own, of which nothing is left afterwards."""
     with fresh_node() as node:
         yield node
 
@@ -42,15 +41,12 @@ def hasty_script() -> Iterator[Script]:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Node]:
-    """A namespace with a coordinator, for all tests of a file."""
     with served() as node:
         yield node
 
 
 @pytest.fixture
 def toys(place: Node, request: pytest.FixtureRequest) -> Iterator[Toys]:
-    """Engines of the test's own kind, which share with no other test's; no lease of theirs is
-    left afterwards."""
     toys = Toys(place, request.node.nodeid)
     yield toys
     toys.close()

@@ -17,12 +17,9 @@ PYTHON = (sys.executable,)
 
 
 ANSWERS = {"leased", "forked"}
-"""What a fake engine says because it was told to do something."""
 
 
 class FakeEngine:
-    """One fake engine in a process of its own."""
-
     def __init__(
         self, node: Node, name: str, *options: str, python: Sequence[str] = PYTHON
     ) -> None:
@@ -38,8 +35,6 @@ class FakeEngine:
         return self._segments.rank_table(self.started["epoch"])
 
     def heard(self, event: str, since: int = 0, **fields: Any) -> dict[str, Any]:
-        """Wait until the engine says ``event`` with these fields; return all it said."""
-
         def wanted(line: str) -> bool:
             said = json.loads(line)
             return said["event"] == event and all(said[k] == v for k, v in fields.items())
@@ -57,7 +52,6 @@ class FakeEngine:
         return [json.loads(line) for line in lines]
 
     def joined(self, since: int = 0) -> dict[str, Any]:
-        """Wait until it has a place in the roster."""
         return self.heard("joined", since)
 
     def do(self, what: str, **how: Any) -> dict[str, Any]:
@@ -70,11 +64,9 @@ class FakeEngine:
         return next((line for line in said if line["event"] in ANSWERS), done)
 
     def mark(self) -> int:
-        """The place up to which it has been heard: ``since`` for what comes later."""
         return len(self.process.out)
 
     def end(self) -> None:
-        """Let it leave and end by itself."""
         self.process.end_input()
         assert self.process.wait() == 0, self.process.account()
 

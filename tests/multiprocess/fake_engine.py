@@ -1,8 +1,4 @@
-"""An engine without vLLM: a real process with a real slot table and a real client.
-
-It says what the coordinator tells it, one JSON object per line, and does what it is told on
-standard input, one JSON object per line.  Run by tests only.
-"""
+"""An engine without vLLM: a real process with a real slot table and a real client."""
 
 from __future__ import annotations
 

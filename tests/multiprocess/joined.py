@@ -15,7 +15,6 @@ from kvshm._shm.slot_table import SlotTableView
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
 
 BLOCK, BLOCKS, TOKENS = 256, 32, 4
-"""Bytes of a block, blocks of a cache, tokens of a block."""
 
 
 def content(key: bytes, seed: bytes = b"") -> bytes:
@@ -24,8 +23,6 @@ def content(key: bytes, seed: bytes = b"") -> bytes:
 
 
 class Toy:
-    """An engine: its node and its memory."""
-
     def __init__(
         self, place: Node, name: str, kind: str, patient: bool = False, **how: Any
     ) -> None:
@@ -42,7 +39,7 @@ class Toy:
         self.node = kvshm.join(identity, memory=self.memory, name=name, **given)
 
     def prompt(self, blocks: int = 6, salt: bytes = b"") -> list[bytes]:
-        """The keys of a prompt of so many blocks, the same in each engine."""
+        """The keys of a prompt of this many blocks, the same in each engine."""
         return list(self.node.keys(range(blocks * TOKENS), salt))
 
     def write(self, block: int, key: bytes, seed: bytes = b"") -> None:
@@ -57,7 +54,6 @@ class Toy:
         return [self.read(block) == content(key) for block, key in pairs]
 
     def compute(self, keys: Sequence[bytes], blocks: Iterable[int], start: int = 0) -> int:
-        """Write the blocks from block ``start`` of the prefix on, and publish them."""
         blocks = list(blocks)
         for block, key in zip(blocks, keys[start:], strict=False):
             self.write(block, key)
@@ -65,13 +61,11 @@ class Toy:
 
     @property
     def table(self) -> SlotTableView:
-        """Its slot table."""
         state = self.node._open
         assert state is not None
         return state.table
 
     def leases(self) -> int:
-        """Blocks of its own that others hold leases on."""
         return sum(bool(slot.leases) for slot in self.table.slots())
 
     @contextmanager
@@ -104,21 +98,17 @@ class Toy:
 
 
 class Toys:
-    """Engines that see each other, in one namespace with a coordinator."""
-
     def __init__(self, place: Node, kind: str) -> None:
         self.place, self._kind = place, kind
         self._undo = ExitStack()
         self._made: list[Toy] = []
 
     def join(self, name: str, **how: Any) -> Toy:
-        """An engine that has joined, and sees those before it."""
         toy = self.begin(name, **how)
         assert toy.node.wait_joined(PATIENCE_SECONDS), toy.node.refusal
         return toy
 
     def begin(self, name: str, **how: Any) -> Toy:
-        """An engine that may not have joined yet."""
         how.setdefault("wait", 0)
         toy = Toy(self.place, name, how.pop("kind", self._kind), **how)
         self._undo.callback(toy.close)
@@ -126,7 +116,6 @@ class Toys:
         return toy
 
     def pair(self, **how: Any) -> tuple[Toy, Toy]:
-        """Two engines that know each other."""
         toys = self.join("a", **how), self.join("b", **how)
         for toy in toys:
             wait_until(lambda toy=toy: toy.node.stats()["peers"] > 0, "they know each other")
@@ -141,7 +130,6 @@ class Toys:
         return a, b, keys, b.node.wait_for(keys, PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """End them all; nobody holds a lease of them by then."""
         for toy in self._made:
             if toy.node._open is not None:
                 wait_until(lambda toy=toy: not toy.leases(), "leases are given back")
@@ -151,14 +139,12 @@ class Toys:
 
 @contextmanager
 def served() -> Iterator[Node]:
-    """A namespace with a coordinator."""
     with fresh_node() as place:
         place.coordinator()
         yield place
 
 
 def ended(load: Load) -> Load:
-    """The load, after its end."""
     assert load.wait(PATIENCE_SECONDS) is not kvshm.LoadState.PENDING
     return load
 

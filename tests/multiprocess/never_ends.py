@@ -21,7 +21,6 @@ if not os.fork():
     os.setsid()
     time.sleep(1000000)
 """
-"""Leaves a child that has another session and no parent, and alone maps a file."""
 
 
 def forked() -> list[int]:
@@ -41,8 +40,6 @@ def forked() -> list[int]:
 
 
 def test_it_never_ends() -> None:
-    """Says where the node and that file are, and who runs: this process, and five that it has
-    started."""
     with fresh_node() as node:
         coordinator = node.coordinator()
         engines = [toys.start(node, seed, "--requests", "1000000000") for seed in (1, 2)]

@@ -1,9 +1,4 @@
-"""Real processes for tests: started, listened to, killed and always reaped.
-
-Output is read by threads, so a process never blocks on a full pipe and a test can wait for a
-line instead of sleeping.  What the processes wrote to stderr is printed when the test ends;
-pytest shows that if it failed.
-"""
+"""Real processes for tests: started, listened to, killed and always reaped."""
 
 from __future__ import annotations
 
@@ -42,8 +37,6 @@ quarantine (30 s), and enough on a machine with a tenth of its cores."""
 
 
 class Lines:
-    """What one stream has said so far."""
-
     def __init__(self, stream: IO[str]) -> None:
         self._lines: list[str] = []
         self._ended = False
@@ -75,7 +68,6 @@ class Lines:
             return [line for line in self._lines[since:] if wanted(line)]
 
     def wait(self, wanted: Callable[[str], bool], since: int = 0) -> str | None:
-        """Return the first line that is wanted; None if the stream ends or time runs out."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         with self._changed:
             while True:
@@ -93,8 +85,6 @@ class Lines:
 
 
 class Managed:
-    """One real process.  ``out`` and ``err`` hold its lines."""
-
     def __init__(self, name: str, argv: Sequence[str], environ: dict[str, str]) -> None:
         self.name = name
         self._process = subprocess.Popen(
@@ -116,18 +106,15 @@ class Managed:
         return self._process.pid
 
     def end_input(self) -> None:
-        """Close its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def say(self, line: str) -> None:
-        """Write one line to its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def wait_out(self, wanted: Callable[[str], bool], since: int = 0) -> str:
-        """Wait for a line on stdout; fails the test if it does not come."""
         line = self.out.wait(wanted, since)
         assert line is not None, f"{self.name}: line never came\n{self.account()}"
         return line
@@ -143,33 +130,27 @@ class Managed:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, and none has let it go on since."""
         return is_stopped(self.pid)
 
     def kill(self) -> None:
-        """SIGKILL, then reap."""
         self._process.kill()
         self.wait()
 
     def terminate(self) -> int:
-        """SIGTERM; return the exit status."""
         self._process.terminate()
         return self.wait()
 
     def wait(self) -> int:
-        """Wait for the end and for the last line; return the exit status."""
         status = self._process.wait(PATIENCE_SECONDS)
         self.out.join()
         self.err.join()
         return status
 
     def reap(self) -> None:
-        """Make sure that it has ended; idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self.end_input()
@@ -180,20 +161,16 @@ class Managed:
 
 
 class Processes:
-    """Every process of one test."""
-
     def __init__(self) -> None:
         self._all: list[Managed] = []
 
     def start(self, name: str, *argv: str, environ: dict[str, str] | None = None) -> Managed:
-        """Start ``argv``; a name that ends in .py is run with this Python."""
         command = [sys.executable, *argv] if argv[0].endswith(".py") else list(argv)
         process = Managed(name, command, environ or {})
         self._all.append(process)
         return process
 
     def python(self, name: str, *arguments: str) -> Managed:
-        """Start this Python with ``arguments``."""
         return self.start(name, sys.executable, *arguments)
 
     def forget_ended(self) -> None:
@@ -203,28 +180,23 @@ class Processes:
             self._all.remove(process)
 
     def reap(self) -> None:
-        """End and reap them all, and say what they wrote."""
         for process in reversed(self._all):
             process.reap()
             print(process.account())
 
 
 class Node:
-    """One namespace with its own run directory, and who runs in it."""
-
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
         self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         self.namespace = new_namespace()
 
     def with_other_namespace(self) -> Node:
-        """Return another namespace in the same run directory."""
         other = copy(self)
         other.namespace = new_namespace()
         return other
 
     def with_other_run_dir(self) -> Node:
-        """Return the same namespace with a run directory of its own, inside this one's."""
         other = copy(self)
         other.run_dir = self.run_dir / "other"
         return other
@@ -239,23 +211,19 @@ class Node:
         return self.processes.start("coordinator", *module, *place, *arguments)
 
     def coordinator(self, *arguments: str, python: Sequence[str] = (sys.executable,)) -> Managed:
-        """Start a coordinator and wait until it serves."""
         process = self.start_coordinator(*arguments, python=python)
         process.wait_err("event=serving")
         return process
 
     @property
     def segments(self) -> SegmentClient:
-        """Where its engines' tables and replicas are to be had."""
         return SegmentClient(self.run_dir, self.namespace)
 
     def sockets(self) -> list[Epoch]:
-        """Epochs of the engines whose sockets lie there, served or not."""
         found = list_sockets(self.run_dir, self.namespace)
         return [socket.epoch for socket in found if socket.epoch is not None]
 
     def remove(self) -> None:
-        """Remove the run directory; every process has been reaped."""
         shutil.rmtree(self.run_dir)
 
 
@@ -271,7 +239,6 @@ def real_processes() -> Iterator[Processes]:
 
 @contextmanager
 def fresh_node() -> Iterator[Node]:
-    """A namespace of its own; afterwards nothing of it is left."""
     with real_processes() as processes:
         node = Node(processes)
         try:
@@ -282,7 +249,7 @@ def fresh_node() -> Iterator[Node]:
 
 
 def wait_until(holds: Callable[[], bool], what: str, patience: float = PATIENCE_SECONDS) -> None:
-    """Wait for a state of shared memory that nobody announces; fails the test if it does
+    """Wait for a state of shared memory that no one announces; fails the test if it does
     not come about within ``patience`` seconds."""
     deadline = time.monotonic() + patience
     pause = threading.Event()
@@ -310,6 +277,5 @@ def lease_bits(table: SlotTableView) -> int:
 
 
 def leave_socket(path: Path) -> None:
-    """Leave a socket there that nobody serves."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))

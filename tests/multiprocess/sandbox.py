@@ -1,8 +1,4 @@
-"""Namespaces of the kernel for tests, as containers have them: of mounts, of pids and of time.
-
-Each is a command that another command is appended to, so that the process which a test
-starts, signals and reaps is the one within.
-"""
+"""Namespaces of the kernel for tests, as containers have them: of mounts, of pids and of time."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import pytest
 Command = tuple[str, ...]
 
 OWN_PIDS: Command = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""Runs a command in a pid namespace of its own, as its process 1."""
 
 
 def fresh_tmpfs(*mounts: tuple[str, str]) -> Command:
@@ -32,8 +27,8 @@ def beside(pid: int) -> Command:
 
 
 def own_clock(ahead: int) -> Command:
-    """Run a command in a time namespace of its own, whose CLOCK_MONOTONIC is so many seconds ahead
-    of the machine's.  That clock must not become negative."""
+    """Run a command in a time namespace of its own, whose CLOCK_MONOTONIC runs
+    ``ahead`` seconds ahead of the machine's.  That clock must not become negative."""
     # The second program is in the namespace where the first one only prepares it for its children.
     enter = ("unshare", "--time", f"--monotonic={ahead}", f"--boottime={ahead}")
     check = 'test "$(readlink /proc/$$/ns/time)" = "$(readlink /proc/$$/ns/time_for_children)"'

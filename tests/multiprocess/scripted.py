@@ -31,7 +31,7 @@ from kvshm._node.protocol import (
 )
 from kvshm._node.updates import EventBatches, Update
 
-from ..told import told
+from ..update_names import named
 from .processes import PATIENCE_SECONDS
 
 HASTY = TIMING.scaled(0.5)
@@ -58,7 +58,7 @@ def engine_info(epoch: int, name: str = "x") -> EngineInfo:
 
 
 class Recorder:
-    """An engine that remembers what it was told."""
+    """An engine that remembers what it has heard."""
 
     def __init__(self) -> None:
         self.epoch: int | None = 100
@@ -74,9 +74,9 @@ class Recorder:
                 for batch in batches:
                     self._note("engine_events", *batch)
             case Tick():
-                pass  # it is told each second
+                pass  # it comes each second
             case _:
-                self._note(*told(update))
+                self._note(*named(update))
 
     def scan_again(self, enough: Callable[[], bool]) -> None: ...
 
@@ -92,7 +92,7 @@ class Recorder:
 
     @property
     def calls(self) -> list[tuple[Any, ...]]:
-        """What it was told so far, the reply of ``joined`` aside."""
+        """What it has heard so far, the reply of ``joined`` aside."""
         with self._changed:
             calls = list(self._calls)
         return [call[:1] if call[0] == "joined" else call for call in calls]
@@ -106,7 +106,6 @@ class Recorder:
 
 @contextmanager
 def scripted(timing: Timing) -> Iterator[Script]:
-    """A script and its client."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         script = Script(Path(directory), timing)
         yield script
@@ -114,8 +113,6 @@ def scripted(timing: Timing) -> Iterator[Script]:
 
 
 class Script:
-    """Both sockets of a coordinator, and a client under test."""
-
     def __init__(self, run_dir: Path, timing: Timing) -> None:
         self.engine = Recorder()
         self._context = zmq.Context()
@@ -147,15 +144,14 @@ class Script:
         assert isinstance(command, kind), command
         return command
 
-    def is_told(self, seconds: float) -> bool:
-        """Whether a command comes within so many seconds."""
+    def is_reported(self, seconds: float) -> bool:
+        """Whether a command comes within this many seconds."""
         return bool(self._router.poll(int(seconds * 1000)))
 
     def answer(self, message: Message) -> None:
         self._router.send_multipart([self._route, encode(message)])
 
     def send_raw(self, reply: list[bytes], *broadcasts: list[bytes]) -> None:
-        """Send frames that may be no messages at all."""
         self._router.send_multipart([self._route, *reply])
         for frames in broadcasts:
             self._publisher.send_multipart([b"f" * 32 + frames[0], *frames[1:]])
@@ -164,7 +160,6 @@ class Script:
         self._publisher.send(b"f" * 32 + frame)
 
     def publish(self, *messages: AnyBroadcast) -> None:
-        """Broadcast them, in one frame."""
         self._publisher.send(broadcast_frame(b"f" * 32, map(encode, messages)))
 
     def joined(self, sequence: int = 0, coordinator: int = 1, **engines: int) -> Joined:

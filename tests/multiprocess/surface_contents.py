@@ -8,26 +8,21 @@ from hashlib import sha256
 from kvshm import prefix_keys
 
 BLOCK, BLOCKS, TOKENS = 512, 24, 4
-"""Bytes of a block, blocks of a cache, tokens of a block."""
 PROMPTS = (
     tuple(range(6 * TOKENS)),
     (*range(3 * TOKENS), *range(100, 100 + 3 * TOKENS)),
     tuple(range(500, 500 + 6 * TOKENS)),
 )
-"""The first two begin alike."""
 
 
 @cache
 def keys_of(prompt: int) -> list[bytes]:
-    """The keys of a prompt, by its number."""
     return list(prefix_keys(PROMPTS[prompt % len(PROMPTS)], TOKENS))
 
 
 def content(key: bytes) -> bytes:
-    """The bytes of the block with this key."""
     return sha256(key).digest() * (BLOCK // 32)
 
 
 def garbage(block: int) -> bytes:
-    """The bytes of a block that holds nothing."""
     return bytes([block + 1]) * BLOCK

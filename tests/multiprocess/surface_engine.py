@@ -21,8 +21,6 @@ from .surface_contents import BLOCK, BLOCKS, TOKENS, content, garbage, keys_of
 
 
 class Engine:
-    """One cache, and the node that it is in, one after the other."""
-
     def __init__(self) -> None:
         self.memory = kvshm.allocate(BLOCK * BLOCKS)
         self.node: kvshm.Node | None = None
@@ -31,7 +29,6 @@ class Engine:
         self.let_go: threading.Event | None = None
 
     def join(self, kind: str, name: str) -> dict[str, Any]:
-        """Be another engine, of this kind."""
         self.leave()
         self.node = kvshm.join(
             Identity(engine="toy 1", model="m", weights=kind),
@@ -55,7 +52,6 @@ class Engine:
         return [b for b in range(BLOCKS) if b not in self.published and b not in loading]
 
     def publish(self, prompt: int, start: int, number: int) -> dict[str, Any]:
-        """Compute blocks of a prompt, as far as there is room."""
         keys, there = keys_of(prompt), set(self.published.values())
         for index in range(start, min(start + number, len(keys))):
             if keys[index] not in there:
@@ -67,7 +63,7 @@ class Engine:
         return {"length": min(start + number, len(keys))}
 
     def reuse(self, first: int, number: int) -> dict[str, Any]:
-        """Retract blocks, and write what nobody asked for."""
+        """Retract blocks, and write what no one asked for."""
         blocks = sorted(self.published)
         chosen = {blocks[(first + i) % len(blocks)] for i in range(number)} if blocks else set()
         self.node.retract(chosen)

@@ -24,8 +24,6 @@ def identity(kind: str) -> Identity:
 
 
 class Modelled:
-    """A node and its model."""
-
     def __init__(self, place: Node, kind: str) -> None:
         self.kind = kind
         self.memory = kvshm.allocate(BLOCK * BLOCKS)
@@ -122,7 +120,6 @@ class Modelled:
                 self.write(block, garbage(block))
 
     def check(self) -> None:
-        """What holds after every step."""
         self.judge()
         own = self.node._own
         assert {b: c.key for b, c in own.contents.items()} == self.published
@@ -154,7 +151,6 @@ class Modelled:
         return {b for b, s in enumerate(self._slots()) if s.leases}
 
     def counted(self, counter: str) -> int:
-        """What one of its counters has counted in this epoch."""
         state = self.node._halves.cache.epoch_state
         return state.table.counters.snapshot()[counter] if state else 0
 
@@ -178,6 +174,5 @@ class Modelled:
 
 
 def pick(things: Sequence[T], first: int, number: int) -> list[T]:
-    """So many of them, from the first on and round."""
     count = min(number, len(things))
     return [things[(first + i) % len(things)] for i in range(count)]

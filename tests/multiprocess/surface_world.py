@@ -22,8 +22,6 @@ MODULE = "tests.multiprocess.surface_engine"
 
 
 class Peer:
-    """One engine in a process of its own, which is started when it is needed."""
-
     def __init__(self, place: Node, name: str) -> None:
         self._place, self.name = place, name
         self._process: Managed | None = None
@@ -35,11 +33,9 @@ class Peer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has joined and answers."""
         return bool(self.kind) and not self.is_stopped
 
     def join(self, kind: str) -> None:
-        """Start if it does not run, and be another engine than before."""
         self.go_on()
         if self._process is None:
             environ = {
@@ -53,12 +49,11 @@ class Peer:
         self.kind, self.was_hindered = kind, False
 
     def do(self, what: str, **how: Any) -> dict[str, Any]:
-        """Give an order and return the answer."""
         assert self._process is not None
         since = len(self._process.out)
         self._process.say(json.dumps({"do": what, **how}))
-        told = self._process.wait_out(lambda line: f'"did": "{what}"' in line, since)
-        answer: dict[str, Any] = json.loads(told)
+        reported = self._process.wait_out(lambda line: f'"did": "{what}"' in line, since)
+        answer: dict[str, Any] = json.loads(reported)
         assert answer.get("wrong", 0) == 0, f"{self.name} imported wrong bytes: {answer}"
         return answer
 
@@ -79,7 +74,6 @@ class Peer:
         self._process, self.kind, self.is_stopped = None, "", False
 
     def leave(self) -> None:
-        """Leave the node, judged to the last byte."""
         self.go_on()
         if self._process is not None and self.kind:
             self.do("leave")
@@ -87,8 +81,6 @@ class Peer:
 
 
 class World:
-    """A namespace, with all that runs in it."""
-
     def __init__(self) -> None:
         self.processes = Processes()
         self.place = Node(self.processes)
@@ -96,7 +88,6 @@ class World:
         self.peers = (Peer(self.place, "left"), Peer(self.place, "right"))
 
     def begin(self, kind: str) -> None:
-        """Have a coordinator, and two engines of this kind."""
         self.start_coordinator()
         for peer in self.peers:
             peer.join(kind)
@@ -111,7 +102,6 @@ class World:
         self.coordinator = None
 
     def tables(self) -> list[SlotTableView]:
-        """The tables of the living engines; the caller closes them."""
         found = []
         for epoch in self.place.sockets():
             with suppress(SegmentError):  # of an engine that was killed
@@ -134,7 +124,6 @@ class World:
         assert [one.path for one in found if is_served(one.path)] == []
 
     def end(self) -> None:
-        """End everything, the coordinator first: the last engine cleans up.  Nothing is left."""
         self.peers[0].join("last")
         assert self.coordinator is not None
         assert self.coordinator.terminate() == 0

@@ -16,8 +16,6 @@ def tmux_is_missing() -> bool:
 
 
 class Terminal:
-    """A terminal in which one command runs."""
-
     def __init__(self, argv: Sequence[str], width: int, height: int) -> None:
         self._server = f"kvshm-{uuid.uuid4().hex[:12]}"
         size = ("-x", str(width), "-y", str(height))
@@ -31,11 +29,9 @@ class Terminal:
 
     @property
     def screen(self) -> str:
-        """What stands on the screen."""
         return self._tmux("capture-pane", "-p")
 
     def wait_for(self, wanted: Callable[[str], object], what: str) -> str:
-        """Wait until the screen is as wanted; return it."""
         seen = [""]
 
         def holds() -> bool:
@@ -53,7 +49,6 @@ class Terminal:
         self._tmux("resize-window", "-x", str(width), "-y", str(height))
 
     def type(self, key: str) -> None:
-        """Press a key, by tmux's name of it."""
         self._tmux("send-keys", key)
 
     def state(self, variable: str) -> str:
@@ -61,7 +56,6 @@ class Terminal:
         return self._tmux("display-message", "-p", f"#{{{variable}}}").strip()
 
     def close(self) -> None:
-        """End what runs in it."""
         self._tmux("kill-server")
 
 

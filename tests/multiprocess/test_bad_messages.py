@@ -48,8 +48,6 @@ EPOCH = Epoch(0x77)
 
 
 class Sender:
-    """This process, as an engine that says what it likes."""
-
     def __init__(self, node: Node) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -138,7 +136,7 @@ def test_the_version_is_named_on_both_sides_and_logged_once(node: Node, sender: 
 NOWHERE = MemoryDescriptor("none", 0, 0, [])
 
 
-def test_strange_numbers_of_a_member_harm_nobody(node: Node, sender: Sender) -> None:
+def test_strange_numbers_of_a_member_harm_no_one(node: Node, sender: Sender) -> None:
     """All of it fits the types, and the engine is in the roster."""
     coordinator = node.coordinator()
     other = FakeEngine(node, "other", "--fingerprint", "f" * 32)

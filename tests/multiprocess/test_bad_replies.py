@@ -65,7 +65,6 @@ def test_a_reply_of_another_version_is_no_place_in_the_roster(
 
 
 def test_strange_numbers_end_nothing(script: Script, caplog: pytest.LogCaptureFixture) -> None:
-    """All of it fits the types."""
     script.expect(Join)
     huge = (1 << 64) - 1
     strange = script.joined(sequence=0, e7=huge)

@@ -38,16 +38,13 @@ pytestmark = pytest.mark.multiprocess
 MEGABYTE = 1 << 20
 ENDS = command_endpoint, event_endpoint
 QUESTION = frame(encode(Heartbeat(epoch=1, sequence=0)))
-"""A coordinator answers that nobody of that epoch has joined."""
 
 
 def limited(descriptors: int) -> tuple[str, ...]:
-    """The command that runs Python with so many descriptors at most."""
     return ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", sys.executable)
 
 
 def resident(process: Managed) -> int:
-    """Its memory in megabytes."""
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") // MEGABYTE
 
@@ -58,7 +55,6 @@ def resident(process: Managed) -> int:
 def use_up_descriptors(
     coordinator: Managed | subprocess.Popen[bytes], node: Node, most: int
 ) -> None:
-    """Connect, and stay connected, until it ends, as often as ``most`` permits."""
     commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
     with ExitStack() as held, suppress(OSError):
         asking = held.enter_context(connect(commands))
@@ -186,7 +182,7 @@ def end_by_connections(coordinator: subprocess.Popen[bytes], node: Node) -> None
 
 
 @pytest.mark.parametrize(("end", "status"), [(end_by_signal, 0), (end_by_connections, 5)])
-def test_a_log_that_nobody_reads_delays_neither_engines_nor_the_end(
+def test_a_log_that_no_one_reads_delays_neither_engines_nor_the_end(
     node: Node, end: Callable[[subprocess.Popen[bytes], Node], None], status: int
 ) -> None:
     read, write = os.pipe()

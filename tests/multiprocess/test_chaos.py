@@ -1,8 +1,4 @@
-"""Short chaos runs: no wrong byte, nobody ends who was not ended, nothing is left.
-
-Long ones are started by hand (chaos.py).  That a run can fail is shown by built-in wrong copies and
-by a death that the schedule does not know of.
-"""
+"""Short chaos runs: no wrong byte, no one ends who was not ended, nothing is left."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ ENDS = (
 
 
 def chaos(*options: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and report of a run."""
     argv = [sys.executable, "-m", "tests.multiprocess.chaos", *options]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr)
@@ -49,12 +44,10 @@ def chaos(*options: str) -> tuple[int, dict[str, Any]]:
 
 
 def each(kinds: Iterable[str], seed: int = SEEDS[0]) -> tuple[str, ...]:
-    """Options of a run that goes on until somebody has met each of these kinds."""
     return "--seed", str(seed), "--each", "--only", ",".join(kinds)
 
 
 def check_clean(status: int, found: dict[str, Any], kinds: Collection[str]) -> None:
-    """Nothing was found, although all of these kinds of faults were really done."""
     assert set(kinds).isdisjoint(found["missing"])
     assert found["imported"] > 100
     bad = ("bystanders", "violations", "leaks", "problems", "not_undone")
@@ -73,18 +66,18 @@ def test_a_seed_stands_for_its_faults() -> None:
     assert {*ENGINE_POINTS, *RANK_POINTS} == set(SyncPoint.__members__)
 
 
-def test_ends_of_processes_harm_nobody() -> None:
+def test_ends_of_processes_harm_no_one() -> None:
     """Two ranks each: one that ends takes its engine along."""
     check_clean(*chaos("--seconds", "8", "--ranks", "2", *each(ENDS)), ENDS)
 
 
-def test_deaths_and_stops_at_sync_points_harm_nobody() -> None:
+def test_deaths_and_stops_at_sync_points_harm_no_one() -> None:
     check_clean(*chaos("--seconds", "8", *each(["engine-point"])), ["engine-point"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.nightly)])
-def test_nobody_ends_but_who_is_ended(seed: int) -> None:
+def test_no_one_ends_but_who_is_ended(seed: int) -> None:
     check_clean(*chaos("--seconds", "60", *each(WEIGHTS, seed)), WEIGHTS)
 
 
@@ -125,7 +118,6 @@ def started_in(run_dir: str) -> list[int]:
 
 
 def begun(run: Managed) -> tuple[str, str]:
-    """Run directory and namespace of a run."""
     line = run.wait_out(lambda line: line.startswith("chaos in "))
     found = re.fullmatch(r"chaos in (\S+), namespace (\S+)", line)
     assert found is not None

@@ -35,7 +35,6 @@ def node() -> Iterator[Node]:
 
 
 def start(node: Node, seed: int) -> Managed:
-    """A toy engine that churns until it is killed."""
     environ = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
     options = ("--requests", "1000000000", "--peers", "2", "--region-bytes", "4096")
     argv = (sys.executable, TOY, "--seed", str(seed), *options)
@@ -43,12 +42,10 @@ def start(node: Node, seed: int) -> Managed:
 
 
 def totals(tables: list[SlotTableView]) -> list[int]:
-    """What the engines of these tables have published, retracted and leased so far."""
     return [sum(table.counters.read(counter) for table in tables) for counter in COUNTED]
 
 
 def sharing(node: Node) -> tuple[list[Managed], list[SlotTableView]]:
-    """Three engines that publish, retract and lease, and their tables."""
     engines = [start(node, seed) for seed in (1, 2, 3)]
     tables = [table_of(node, engine) for engine in engines]
     wait_until(lambda: all(totals(tables)), "three engines share")

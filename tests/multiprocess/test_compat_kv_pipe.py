@@ -36,7 +36,6 @@ def pipe(calls: Calls) -> Iterator[KVPipe]:
 
 @pytest.fixture
 def other(calls: Calls) -> Other:
-    """The process at the other end."""
     other = calls.other()
     other.do("open_pipe", "p", 1, SLOTS, BYTES)
     return other
@@ -44,7 +43,6 @@ def other(calls: Calls) -> Other:
 
 @pytest.fixture
 def end(calls: Calls, pipe: KVPipe) -> Iterator[KVPipe]:
-    """The other end, in this process."""
     end = KVPipe("p", 1, slots=SLOTS, message_bytes=BYTES, config=calls.config())
     yield end
     end.close(0.0)
@@ -64,7 +62,6 @@ def test_messages_come_in_order_and_none_is_a_message(pipe: KVPipe, other: Other
 
 
 def test_format_and_shape_arrive_as_they_were_sent(pipe: KVPipe, end: KVPipe) -> None:
-    """Both ends in one process do as well."""
     numbers = memoryview(array("f", range(6))).cast("B").cast("f", (2, 3))
     empty, single = memoryview(np.zeros((0, 3), "f4")), memoryview(np.array(2.5))
     for tensor in (numbers, memoryview(array("q", [-5])), memoryview(b""), empty, single):
@@ -94,7 +91,6 @@ def test_what_could_not_be_made_of_a_message_is_not_taken(
 
 
 def test_a_call_that_waits_ends_when_its_end_is_closed(pipe: KVPipe, other: Other) -> None:
-    """Of either kind, and long before its time is over."""
     for _ in range(SLOTS):
         pipe.send_tensor(b"")
     with ThreadPoolExecutor(2) as pool:
@@ -136,7 +132,7 @@ def test_what_an_end_left_behind_is_known_not_to_be_taken(pipe: KVPipe, end: KVP
 
 
 def test_a_message_that_was_only_leased_is_not_taken(calls: Calls, pipe: KVPipe) -> None:
-    """As by a receiver that died while it copied, which nobody has cleaned up after."""
+    """As by a receiver that died while it copied, which no one has cleaned up after."""
     end = KVPipe("p", 1, slots=SLOTS, message_bytes=BYTES, config=calls.config())
     pipe.send_tensor(b"never received")
     node: Any = end._rows.node
@@ -176,7 +172,7 @@ def test_what_does_not_fit_is_refused_and_the_pipe_goes_on(pipe: KVPipe, other: 
 
 
 def test_an_end_that_was_killed_is_a_timeout(pipe: KVPipe, other: Other) -> None:
-    """What it had sent and nobody received is lost with it; what it had not taken as well."""
+    """What it had sent and no one received is lost with it; what it had not taken as well."""
     other.do("send", ["aa", "bb"])
     assert pipe.recv_tensor() == b"\xaa"
     other.process.kill()

@@ -19,12 +19,11 @@ from kvshm.compat.lookup_buffer import (
 )
 from kvshm.errors import MisuseError
 
-from .compat_engine import BLOCK_SIZE, NUM_BLOCKS, ROW_BYTES, slots_of
+from .compat_engine import BLOCK_SIZE, ROW_BYTES, slots_of
 from .compat_nodes import Calls, Other, calls_on
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 TOKENS = list(range(100, 110))
-"""Two full blocks, and half of a third."""
 HIDDEN = b"hidden states of the last token"
 
 
@@ -37,7 +36,6 @@ def calls(node: Node) -> Iterator[Calls]:
 
 @pytest.fixture
 def other(calls: Calls) -> Other:
-    """Another process that has inserted one prefix, which can be found here."""
     other = calls.other()
     assert calls.own.buffer.drop_select(TOKENS, None, slots_of([0, 1, 2], 10)) == NOTHING
     assert other.do("insert", TOKENS, [5, 3, 8], HIDDEN.hex()) == 10
@@ -52,7 +50,6 @@ def select(
     roi: list[bool] | None = None,
     timeout: float = PATIENCE_SECONDS,
 ) -> Selected:
-    """Select into ``blocks``, and expect there what is said to be selected."""
     slots = slots_of(blocks, len(tokens))
     selected = calls.own.buffer.drop_select(tokens, roi, slots, timeout)
     if selected.tokens is not None:
@@ -63,7 +60,6 @@ def select(
 
 
 def test_a_full_hit_has_all_kv_and_the_hidden_states(calls: Calls, other: Other) -> None:
-    """So the forward can be skipped: also if the last block is not full."""
     assert select(calls, TOKENS, [2, 0, 7]) == Selected(TOKENS, [True] * 10, HIDDEN)
     whole = list(range(8))
     assert other.do("insert", whole, [0, 1], "") == 8
@@ -154,7 +150,7 @@ def test_hidden_states_may_be_numbers(calls: Calls) -> None:
         reader.close()
 
 
-def test_nobody_has_any_prefix(calls: Calls) -> None:
+def test_no_one_has_any_prefix(calls: Calls) -> None:
     """What this process has inserted itself does not count, nor what a cache merely holds."""
     other = calls.other()
     other.do("store", TOKENS, [5, 3, 8])
@@ -230,15 +226,3 @@ def test_what_does_not_fit_is_refused_and_nothing_is_published(calls: Calls) -> 
     hidden = bytes(ROW_BYTES - 32)
     assert calls.own.buffer.insert([7] * 6, None, slots_of([0, 1], 6), hidden) == 6
     assert len(calls.own.buffer) == 1
-
-
-def test_a_process_that_was_killed_has_inserted_nothing(calls: Calls, other: Other) -> None:
-    """Whatever is known of its death yet: what is said to be loaded is right."""
-    assert select(calls, TOKENS, [2, 0, 7]).hidden == HIDDEN
-    other.process.kill()
-    assert select(calls, TOKENS, [4, 6, 9], timeout=0.0).hidden in (HIDDEN, None)
-    calls.own.expected = {b: calls.own.read(b) for b in range(NUM_BLOCKS)}  # a copy may be torn
-    wait_until(lambda: select(calls, TOKENS, [4, 6, 9], timeout=0.0) == NOTHING, "its end")
-    successor = calls.other()
-    assert successor.do("insert", TOKENS, [1, 2, 3], b"again".hex()) == 10
-    assert select(calls, TOKENS, [4, 6, 9]).hidden == b"again"

@@ -63,26 +63,6 @@ def test_a_wrong_allocation_is_refused_and_nothing_is_leased(calls: Calls) -> No
     wait_until(lambda: calls.own.calls.lookup(TOKENS) == 0, "the retract")
 
 
-def test_when_the_owner_was_killed_the_blocks_come_back(calls: Calls) -> None:
-    """Between the lookup and the load, at the latest moment: the caller computes them."""
-    other = calls.other()
-    other.do("store", TOKENS, [5, 3, 8, 0, 1])
-    calls.wait_found(TOKENS, 16)
-
-    def alloc_prefix(length: int) -> list[int]:
-        other.process.kill()
-        return [9, 2, 0, 4]
-
-    loaded = before_prefill(calls.own.node, TOKENS, alloc_prefix)
-    assert loaded is not None
-    length, blocks = loaded
-    assert blocks == [9, 2, 0, 4]
-    for number in range(length // 4):
-        assert calls.own.read(blocks[number]) == calls.own.contents(TOKENS, number)
-    calls.own.compute(TOKENS, blocks)
-    assert after_prefill(calls.own.node, TOKENS, blocks) == 16
-
-
 def test_engines_share_if_mesh_and_prefix_signature_are_equal(calls: Calls) -> None:
     own = calls.own
     same, other_signature = own.identity, replace(own.identity, weights="other")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvshm.api import Found
-from kvshm.compat.lookup_buffer import NOTHING
 from kvshm.compat.retrieval import CopyRefused, MaskError, Place, SlotMappingError
 from kvshm.errors import MisuseError
 
@@ -30,7 +29,6 @@ def calls(node: Node) -> Iterator[Calls]:
 def retrieve(
     calls: Calls, blocks: list[int], mask: Any = None, tokens: list[int] = TOKENS
 ) -> list[bool]:
-    """Retrieve into ``blocks``, and expect there what is said to have been loaded."""
     result = calls.own.calls.retrieve(tokens, mask, slots_of(blocks, len(tokens)))
     for number in range(len(tokens) // BLOCK_SIZE):
         of_block = result[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
@@ -40,7 +38,7 @@ def retrieve(
     return result
 
 
-def test_what_was_stored_is_found_by_whom_it_was_stored(calls: Calls) -> None:
+def test_what_was_stored_is_found_by_which_it_was_stored(calls: Calls) -> None:
     tokens = [*TOKENS, 1, 2, 3]
     calls.own.compute(tokens, [3, 1, 4, 0, 5, 9])
     assert calls.own.calls.lookup(tokens) == 0
@@ -86,7 +84,7 @@ def test_what_the_mask_leaves_out_is_not_loaded(calls: Calls) -> None:
         assert calls.own.wrong_blocks() == []
 
 
-def test_a_block_that_nobody_has_ends_it(calls: Calls) -> None:
+def test_a_block_that_no_one_has_ends_it(calls: Calls) -> None:
     """Although the blocks behind it could be had."""
     other = calls.other()
     other.do("store", TOKENS, [0, 1, 2, 3, 4])
@@ -123,7 +121,7 @@ def test_a_load_that_fails_ends_it(calls: Calls, monkeypatch: pytest.MonkeyPatch
         calls.own.expect(TOKENS, number, block)
 
 
-def test_a_block_that_nobody_has_may_be_in_a_hole(calls: Calls) -> None:
+def test_a_block_that_no_one_has_may_be_in_a_hole(calls: Calls) -> None:
     other = calls.other()
     other.do("store", TOKENS, [0, 1, 2, 3, 4])
     calls.wait_found(TOKENS)
@@ -149,11 +147,10 @@ REFUSED = {
     "in another request": ([*T, *T], slots_of([0, 7], 8), SlotMappingError),
     "not own": ([*T, *T], slots_of([0, 400], 8), MisuseError),
 }
-"""More of what is refused in tests/unit/test_compat_slots.py."""
 
 
 def test_what_cannot_be_right_is_refused_and_changes_nothing(calls: Calls) -> None:
-    """Nothing is loaded, also for a request of the same batch that is right, and nobody's block
+    """Nothing is loaded, also for a request of the same batch that is right, and no one's block
     stays leased."""
     other = calls.other()
     other.do("store", TOKENS, [0, 1, 2, 3, 4])
@@ -263,39 +260,3 @@ def test_statistics_count_requests_and_tokens(calls: Calls) -> None:
     counted = {"lookups": 2, "lookup_tokens": 25, "hit_tokens": 12, "retrieves": 1}
     counted |= {"retrieve_tokens": 16, "retrieved_tokens": 8, "stores": 1, "stored_tokens": 8}
     assert counted.items() <= stats.items()
-
-
-def test_an_owner_that_was_killed_is_a_miss(calls: Calls) -> None:
-    """Whatever this process knows of its death yet: what is True is right, byte by byte."""
-    other, more = calls.other(), calls.other()
-    other.do("store", TOKENS, [0, 1, 2, 3, 4])
-    more.do("store", TOKENS[:8], [0, 1])
-    calls.wait_found(TOKENS)
-    other.process.kill()
-    result = retrieve(calls, [9, 3, 0, 8, 1])
-    assert result[: result.index(False) if False in result else 20] == [True] * sum(result)
-    wait_until(lambda: calls.own.calls.lookup(TOKENS) == 8, "the end of its blocks")
-    assert retrieve(calls, [2, 4, 5, 6, 7]) == [*T, *T, *F, *F, *F]
-
-
-def test_without_a_coordinator_all_is_a_miss(node: Node) -> None:
-    """Nothing is raised and nothing waits; what is stored can be read once there is one."""
-    calls = Calls(node)
-    try:
-        own = calls.own
-        assert own.store([9] * 8, [5, 6]) == 0
-        assert own.calls.retrieve(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == [False] * 20
-        assert own.calls.lookup_batch([TOKENS, [9] * 8]) == [0, 8]
-        assert own.calls.pin(TOKENS) == 0
-        assert own.buffer.drop_select(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == NOTHING
-        assert own.buffer.drop_select(None, None, []) == NOTHING
-        own.buffer.close()
-        node.coordinator()
-        other = calls.other()
-        other.do("store", TOKENS, [0, 1, 2, 3, 4])
-        calls.wait_found(TOKENS)
-        assert retrieve(calls, [9, 3, 0, 8, 1]) == [True] * 20
-        assert other.do("found", [9] * 8) == 8
-        assert own.wrong_blocks() == []
-    finally:
-        calls.own.close()

@@ -29,7 +29,6 @@ exec "$@"
 
 
 def container(run_dir: Path | str, place: str) -> Command:
-    """Runs a command in namespaces of its own, where ``run_dir`` lies at /mnt/``place``."""
     script = " && ".join(INSIDE.format(run_dir=run_dir, place=place).split("\n")[1:-1])
     return (*APART.split(), "sh", "-c", script, "sh")
 
@@ -57,13 +56,11 @@ def coordinator(node: Node) -> Managed:
 
 
 def inside(container: Managed) -> int:
-    """The pid, seen from here, of what runs in a container."""
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text("ascii")
     return int(children.split()[0])
 
 
 def test_engines_share_across_containers_and_a_death_in_one_is_seen(node: Node) -> None:
-    """The tools see them from outside, where each pid is another's and no /dev/shm is theirs."""
     serving = coordinator(node)
     first, second = (engine(node, seed, "--ranks", "2") for seed in (1, 2))
     for outcome in map(result, (first, second)):

@@ -160,7 +160,7 @@ def test_death_of_a_rank_ends_the_epoch_but_keeps_the_bit(node: Node) -> None:
     assert engine.joined(mark)["bit"] == joined["bit"]
 
 
-def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
+def test_leave_is_reported_and_the_leases_go_with_the_process(node: Node) -> None:
     coordinator = node.coordinator()
     staying, leaving = in_turn(node, "staying", "leaving")
     epoch = leaving.joined()["epoch"]
@@ -206,25 +206,3 @@ def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> N
 
 
 # -- refusals
-
-
-def test_nobody_joins_with_the_table_of_another_process(node: Node) -> None:
-    coordinator = node.coordinator()
-    honest = FakeEngine(node, "honest")
-    epoch = honest.joined()["epoch"]
-    restarted = coordinator.terminate() == 0 and node.coordinator()
-    assert restarted
-    liar = FakeEngine(node, "liar", "--claim-epoch", str(epoch))
-    assert liar.heard("refused")["reason"] in (
-        f"its slot table is served by pid {honest.process.pid}, uid {os.geteuid()}",
-        "another engine has this epoch",
-    )
-    restarted.wait_err("event=refused .*engine=liar")
-
-
-def test_the_table_must_be_to_be_had_in_the_same_run_directory(node: Node) -> None:
-    node.coordinator()
-    refused = FakeEngine(node, "x", "--claim-epoch", str(0x1234)).heard("refused")
-    assert "cannot be fetched in the coordinator's run directory" in refused["reason"]
-    assert "one run directory" in refused["remedy"]
-    assert not refused["retry"]

@@ -19,22 +19,13 @@ TYPO = {"KVSHM_NAMSPACE": "x", "KVSHM_PORT": "tcp://10.0.0.1:5555"}
 
 
 def coordinator(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a coordinator that finds no run directory, after it has read its settings."""
     return started("--run-dir", "/no/such/place", *options, **environ)
 
 
 def started(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a coordinator that will end by itself."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSHM_")}
     command = [sys.executable, "-m", "kvshm.coordinator", *options]
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True)
-
-
-def test_a_name_that_is_no_setting_is_warned_about() -> None:
-    done = coordinator(**TYPO)
-    (warning,) = [s for s in done.stderr.splitlines() if "event=unknown-setting" in s]
-    assert "level=warning" in warning
-    assert "did you mean KVSHM_NAMESPACE?" in warning
 
 
 @pytest.mark.parametrize(
@@ -89,19 +80,6 @@ def test_a_file_takes_the_lines_and_is_made_again_when_it_is_moved_away(
     assert process.terminate() == 0
     assert "event=ended" in path.read_text()
     assert str(process.err) == ""
-
-
-def test_a_full_disk_ends_nothing(node: Node) -> None:
-    process = node.coordinator("--log-file", "/dev/full")
-    assert process.terminate() == 0
-    events = [line.split()[2] for line in str(process.err).splitlines()]
-    assert events == ["event=not-in-file", "event=serving", "event=ended"]
-
-
-def test_a_folder_that_is_not_there_stops_the_start() -> None:
-    done = coordinator("--log-file", "/no/such/folder/x.log")
-    assert done.returncode == 2
-    assert "'/no/such/folder/x.log' cannot be opened: No such file or directory" in done.stderr
 
 
 def test_the_file_counts_where_neither_option_nor_variable_does(tmp_path: Path) -> None:

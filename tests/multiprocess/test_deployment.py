@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from kvshm._shm.layout import TOMBSTONE_BYTES, index_bytes, table_bytes
 from kvshm.coordinator.__main__ import EXIT_EXHAUSTED, EXIT_RUN_DIRECTORY, EXIT_USAGE
 from kvshm.tools import cli
 
@@ -41,18 +40,16 @@ SCRIPTS = Path(sys.executable).parent
 
 
 class Manager:
-    """A service manager's end of NOTIFY_SOCKET."""
-
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(address)
         self.socket.settimeout(PATIENCE_SECONDS)
         self.environ = {"NOTIFY_SOCKET": address.replace("\0", "@")}
 
-    def told(self) -> bytes:
+    def heard(self) -> bytes:
         return self.socket.recv(4096)
 
-    def told_nothing(self) -> bool:
+    def heard_nothing(self) -> bool:
         self.socket.setblocking(False)
         try:
             return not self.socket.recv(4096)
@@ -74,21 +71,21 @@ def coordinator(node: Node, environ: dict[str, str]) -> Managed:
     return node.processes.start("coordinator", *command, environ=environ)
 
 
-def test_the_service_manager_is_told_when_it_serves_and_when_it_stops(
+def test_the_service_manager_is_reported_when_it_serves_and_when_it_stops(
     node: Node, manager: Manager
 ) -> None:
     process = coordinator(node, manager.environ)
-    assert manager.told() == b"READY=1"
+    assert manager.heard() == b"READY=1"
     process.wait_err("event=serving")
     assert process.terminate() == 0
-    assert manager.told() == b"STOPPING=1"
-    assert manager.told_nothing()
+    assert manager.heard() == b"STOPPING=1"
+    assert manager.heard_nothing()
 
 
 def test_one_that_cannot_serve_never_says_it_is_ready(node: Node, manager: Manager) -> None:
     node.coordinator()
     assert coordinator(node, manager.environ).wait() == 3
-    assert manager.told_nothing()
+    assert manager.heard_nothing()
 
 
 def test_a_manager_that_does_not_listen_is_no_error(node: Node) -> None:
@@ -125,7 +122,6 @@ def test_units_restart_what_can_mend_itself_and_keep_the_engines_sockets(path: P
     ids=["system", "user", "check", "metrics"],
 )
 def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
-    """It also looks whether the program is there, so here that is this environment's."""
     copy = node.run_dir / path.name
     copy.write_text(re.sub(r"(?<=ExecStart=)\S+(?=/)", f"{SCRIPTS}", path.read_text("utf-8")))
     for timer in path.parent.glob(f"{path.stem}.timer"):
@@ -196,21 +192,12 @@ def test_pods_of_one_node_make_the_run_directory_before_they_need_it() -> None:
 # -- the page
 
 
-def test_sizes_on_the_page_are_the_real_ones() -> None:
-    assert f"100,000 blocks, 1 rank: {table_bytes(100_000, 1):,}" in PAGE
-    assert table_bytes(1000, 3) == 32768 + (64 + 8 * 3) * 1000
-    assert f"1,048,576 entries: {index_bytes(1 << 20):,}" in PAGE
-    assert f"100,000 blocks: {100_000 * TOMBSTONE_BYTES:,}" in PAGE
-
-
 def commands() -> list[str]:
-    """Every command line of the page."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def program(command: str) -> str:
-    """Its first word that sets no variable."""
     return next(word for word in command.split() if "=" not in word)
 
 

@@ -1,4 +1,4 @@
-"""What a transport of others raises, although nobody foresees it: its engine goes on, and so do its
+"""What a transport of others raises, although no one foresees it: its engine goes on, and so do its
 peers, for which its blocks are misses."""
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ MISSES = ("miss_no_peer", "miss_no_owner")
 
 @pytest.fixture
 def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The point at which the transport of one memory fails."""
     folder = other_package.install(tmp_path, "failing = failing_transport:FailingTransport")
     (folder / "failing_transport.py").write_text(MODULE)
     monkeypatch.syspath_prepend(folder)

@@ -47,7 +47,6 @@ def config_of(node: Node) -> Config:
 
 @pytest.fixture
 def engines(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ToyEngine]]:
-    """Make engines in this process."""
     monkeypatch.setenv("KVSHM_RUN_DIR", str(node.run_dir))
     monkeypatch.setenv("KVSHM_NAMESPACE", node.namespace)
     monkeypatch.setenv("KVSHM_VERIFY", "1")
@@ -55,7 +54,6 @@ def engines(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list
 
 
 def work(engines: list[ToyEngine], blocks: int, dice: random.Random) -> None:
-    """Have each serve requests until it has imported so many more blocks."""
     wanted = [engine.imported + blocks for engine in engines]
     while any(e.imported < most for e, most in zip(engines, wanted, strict=True)):
         for engine in engines:
@@ -64,14 +62,12 @@ def work(engines: list[ToyEngine], blocks: int, dice: random.Random) -> None:
 
 
 def forked_child() -> int:
-    """Fork; return the child's pid, in the child 0."""
     with warnings.catch_warnings():  # from Python 3.12 on of threads that the child lacks
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def forked(act: Callable[[], None]) -> int:
-    """Call it in a forked child; return the child's exit status."""
     child = forked_child()
     if child == 0:
         try:
@@ -174,7 +170,6 @@ def test_the_process_is_left_as_it_was(node: Node, caplog: pytest.LogCaptureFixt
 
 
 def served_tables() -> threading.Thread:
-    """The thread that hands out the tables."""
     return next(t for t in threading.enumerate() if t.name == "kvshm-fds")
 
 
@@ -333,7 +328,6 @@ def test_a_child_forked_while_it_starts_holds_nothing(
 
 
 def is_free(node: Node) -> bool:
-    """Whether nobody holds the namespace's lock."""
     try:
         os.close(take_lock(lock_path(node.run_dir, node.namespace)))
     except AlreadyRunning:

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import _native
 from kvshm._node.segment_server import SegmentClient
-from kvshm._replica.index_check import violations
 from kvshm._replica.index_reader import ReplicaReader
-from kvshm._shm.layout import INDEX_HEADER_BYTES, BlockRecord, unpack_records
+from kvshm._shm.layout import BlockRecord, unpack_records
 from kvshm.errors import SegmentNotFound
 
-from .index_writer import CAPACITY, CHURNED, EPOCH, NUM_BLOCKS, content_hash
+from .index_writer import CHURNED, EPOCH, NUM_BLOCKS, content_hash
 from .processes import Managed, Node
 
 pytestmark = pytest.mark.multiprocess
@@ -30,8 +28,6 @@ BUSY_GENERATIONS = 20
 
 
 class Writer:
-    """The other process, one order at a time."""
-
     def __init__(self, node: Node) -> None:
         self.process: Managed = node.processes.start(
             "writer", str(WRITER), str(node.run_dir), node.namespace
@@ -39,7 +35,6 @@ class Writer:
         self.name = self.process.wait_out(bool)
 
     def order(self, line: str) -> str:
-        """Give an order and wait until it is answered."""
         since = len(self.process.out)
         self.process.say(line)
         return self.process.wait_out(bool, since)
@@ -62,7 +57,6 @@ def reader(node: Node, writer: Writer) -> Iterator[ReplicaReader]:
 
 
 def ask(node: Node) -> ReplicaReader:
-    """The replica as it is now."""
     return SegmentClient(node.run_dir, node.namespace).replica(EPOCH)
 
 
@@ -72,37 +66,9 @@ def found(reader: ReplicaReader, start: int, stop: int) -> list[BlockRecord]:
 
 
 def holds(reader: ReplicaReader, count: int) -> bool:
-    """Whether the reader finds the contents below ``count``, each where it is."""
     records = found(reader, 0, NUM_BLOCKS)
     assert all(r.block_id == n == r.depth for n, r in enumerate(records))
     return len(records) == count
-
-
-def test_a_reader_finds_what_the_writer_writes(writer: Writer, reader: ReplicaReader) -> None:
-    assert found(reader, 0, 9) == []
-    assert writer.order("grow 20") == "0"
-    assert holds(reader, 20)
-
-
-def test_who_asks_again_as_the_index_grows_finds_all_of_it(
-    node: Node, writer: Writer, reader: ReplicaReader
-) -> None:
-    for count in (30, 100, 2000, 10_000):
-        assert writer.order(f"grow {count}") == "0"
-        again = ask(node)
-        assert holds(again, count)
-        assert violations(again.buffer) == []
-        again.close()
-    assert reader.capacity == CAPACITY
-    assert holds(reader, len(found(reader, 0, NUM_BLOCKS))), "what it has is sound"
-
-
-def test_a_reader_cannot_write(writer: Writer, reader: ReplicaReader) -> None:
-    buffer = reader.buffer
-    with pytest.raises((BufferError, TypeError)):
-        _native.store(buffer, INDEX_HEADER_BYTES, 1)
-    with pytest.raises((BufferError, TypeError)):
-        _native.index_drop_row(buffer, 0)
 
 
 def test_a_reader_beside_a_busy_writer_sees_next_to_no_torn_records(

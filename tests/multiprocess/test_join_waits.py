@@ -25,8 +25,6 @@ A_MOMENT = 0.3
 
 
 class Tables:
-    """How the tables of the roster's engines are to be had: really, after what a test says."""
-
     def __init__(self) -> None:
         self._really = SegmentClient.roster_table
         self.asked = threading.Event()
@@ -40,7 +38,6 @@ class Tables:
 
 @pytest.fixture
 def tables(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> Tables:
-    """From now on; there is one engine with a prefix."""
     a = toys.join("a")
     assert a.compute(a.prompt(), range(6)) == 6
     tables = Tables()
@@ -53,14 +50,11 @@ def never() -> None:
 
 
 def found_at_once(toys: Toys, **how: Any) -> int:
-    """Join, and look up without waiting for anything."""
     b = toys.begin("b", **how)
     return b.node.lookup(b.prompt()).length
 
 
 class Joining:
-    """An engine that joins, and looks up at once, on a thread."""
-
     def __init__(self, toys: Toys, **how: Any) -> None:
         self.found = -1
         self.done = threading.Event()
@@ -131,13 +125,13 @@ def test_who_is_refused_does_not_wait(toys: Toys) -> None:
     assert "has 8 engines here already" in toys.begin("one more", wait=FOR_EVER).node.refusal
 
 
-def test_without_a_coordinator_nobody_waits() -> None:
+def test_without_a_coordinator_no_one_waits() -> None:
     with fresh_node() as place:
         Toy(place, "alone", "kind", wait=FOR_EVER).close()
 
 
 def test_a_wait_ends_with_the_coordinator() -> None:
-    """It answers nobody when the engine joins, and dies then."""
+    """It answers no one when the engine joins, and dies then."""
     with fresh_node() as place:
         coordinator = place.coordinator()
         os.kill(coordinator.pid, signal.SIGSTOP)

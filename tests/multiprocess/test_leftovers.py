@@ -26,7 +26,6 @@ pytestmark = pytest.mark.multiprocess
 
 
 def sharing(node: Node) -> tuple[Managed, list[Managed]]:
-    """A coordinator and two engines that have imported from each other."""
     coordinator = node.coordinator()
     engines = [start(node, seed) for seed in (1, 2)]
     for engine in engines:
@@ -35,7 +34,6 @@ def sharing(node: Node) -> tuple[Managed, list[Managed]]:
 
 
 def left(node: Node) -> set[str]:
-    """All that there is of a node."""
     return set(os.listdir(node.run_dir))
 
 
@@ -87,8 +85,8 @@ def test_a_crash_of_everything_is_cleaned_up_by_a_command(
 
 def test_a_mistyped_directory_is_named_and_not_made(node: Node) -> None:
     mistyped = node.run_dir / "typo"
-    told = clean(node, "--dry-run", "--run-dir", str(mistyped))
-    assert (told.returncode, told.stderr) == (
+    reported = clean(node, "--dry-run", "--run-dir", str(mistyped))
+    assert (reported.returncode, reported.stderr) == (
         0,
         f"nothing to do: there is no directory {mistyped}\n",
     )
@@ -96,7 +94,6 @@ def test_a_mistyped_directory_is_named_and_not_made(node: Node) -> None:
 
 
 def names_of(engine: Managed, node: Node) -> set[str]:
-    """What tells of an engine by its epoch: its own socket, and its list of peers."""
     with closing(table_of(node, engine)) as table:
         epoch = f"{table.epoch:016x}"
     return {name for name in left(node) if epoch in name}
@@ -111,8 +108,8 @@ def test_what_belongs_to_the_living_stays(node: Node) -> None:
     assert [len(names) for names in (of_dead, of_living, ranks)] == [2, 2, 2]
     coordinator.kill()
     dead.kill()
-    told = clean(node)
-    assert all(str(node.run_dir / name) in told.stdout for name in of_dead)
+    reported = clean(node)
+    assert all(str(node.run_dir / name) in reported.stdout for name in of_dead)
     (rank,) = left(node) - of_living
     assert rank in ranks
     living.signal(signal.SIGTERM)
@@ -148,7 +145,6 @@ def test_a_coordinator_waits_for_who_clears_up(node: Node) -> None:
 
 
 def _waits_for(process: Managed, run_dir: Path) -> bool:
-    """Whether it has the run directory open."""
     try:
         fds = list(Path(f"/proc/{process.pid}/fd").iterdir())
         return str(run_dir) in {str(fd.readlink()) for fd in fds}
@@ -174,17 +170,6 @@ def test_a_coordinator_that_has_lost_its_lock_file_keeps_its_place(node: Node) -
     coordinator.signal(signal.SIGCONT)
     coordinator.wait_err("event=restored")
     start(node, 3, "--requests", "30").wait_out(lambda line: line.startswith("{"))
-
-
-def test_a_lock_file_that_was_removed_is_made_again(node: Node) -> None:
-    coordinator = node.coordinator()
-    lock_path(node.run_dir, node.namespace).unlink()
-    coordinator.wait_err("event=restored")
-    second = node.start_coordinator()
-    assert second.wait() == 3
-    assert f"pid {coordinator.pid}" in str(second.err)
-    assert coordinator.terminate() == 0
-    assert left(node) == set()
 
 
 def test_who_loses_a_socket_to_another_coordinator_leaves_it_to_that_one(node: Node) -> None:

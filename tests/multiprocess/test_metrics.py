@@ -22,7 +22,7 @@ import yaml
 
 from ..grafana import FOLDER, of_alerts, of_panels
 from . import toys
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Node, fresh_node, wait_until
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -36,14 +36,11 @@ QUIET = ("--requests", "0", "--loads", "0", "--peers", "0")
 NOTHING_FAILS = {"Checks that fail"}
 """Panels that show faults only, and there are none."""
 FIRES = {"KvshmPeerRefused"}
-"""Alerts that have a reason here, once it has lasted long enough."""
 MAY_FIRE = {"KvshmForcedBlocks", "KvshmDiscardedCopies", "KvshmReplicaLags"}
 """The same, by chance: caches of 24 blocks are overwritten all the time."""
 
 
 class Monitored:
-    """Two engines that share, one that cannot, `kvshm metrics` and Prometheus."""
-
     def __init__(self, node: Node, folder: Path) -> None:
         self.node, self.coordinator = node, node.coordinator()
         self.engines = [toys.start(node, seed) for seed in (1, 2)]
@@ -59,7 +56,6 @@ class Monitored:
         return [sys.executable, "-m", "kvshm.tools.cli", "metrics", *arguments, *place]
 
     def start_prometheus(self, folder: Path) -> str:
-        """Start it; return the address of its API."""
         config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(FOLDER / "alerts.yaml")]
@@ -77,7 +73,6 @@ class Monitored:
         return f"http://{re.findall(r'address=(.*)', listens)[0]}/api/v1"
 
     def has_scraped(self) -> bool:
-        """Whether Prometheus has seen the ends of all engines' work twice."""
         lookups = [result["counters"]["lookups"] for result in self.results]
         try:
             found = self.ask("min_over_time(kvshm_lookups_total[2s]) > 0")
@@ -91,10 +86,10 @@ class Monitored:
         """What Prometheus answers to a query of a moment; an error of the query fails the test."""
         query = urlencode({"query": expression})
         with urllib.request.urlopen(f"{self.api}/query?{query}", timeout=60) as answer:
-            told = json.load(answer)
-        assert told["status"] == "success"
-        assert not told.get("warnings")
-        return list(told["data"]["result"])
+            reported = json.load(answer)
+        assert reported["status"] == "success"
+        assert not reported.get("warnings")
+        return list(reported["data"]["result"])
 
     def value(self, expression: str) -> float:
         (found,) = self.ask(expression)
@@ -103,15 +98,6 @@ class Monitored:
     def scrape(self) -> str:
         with urllib.request.urlopen(self.url, timeout=60) as answer:
             return str(answer.read().decode())
-
-    def state_of(self, engine: Managed) -> str:
-        """An engine's state as a scrape shows it; empty if it is not shown."""
-        shown = re.findall(
-            rf'^kvshm_engine_state\{{engine="toy-{engine.pid}",.*state="(\w+)"\}} 1\.0$',
-            self.scrape(),
-            re.MULTILINE,
-        )
-        return str(shown[0]) if shown else ""
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +146,6 @@ def test_prometheus_has_what_the_engines_counted(monitored: Monitored) -> None:
     assert monitored.value("kvshm_coordinator_up") == 1
 
 
-def test_an_engine_that_cannot_share_is_named_with_the_field(monitored: Monitored) -> None:
-    refused = monitored.ask('kvshm_peer_state{state="refused"}')
-    stranger = f"toy-{monitored.stranger.pid}"
-    pairs = {
-        (r["metric"]["engine"], r["metric"]["peer"]): r["metric"].get("field") for r in refused
-    }
-    sharing = [f"toy-{engine.pid}" for engine in monitored.engines]
-    assert pairs == {
-        pair: "weights" for name in sharing for pair in ((name, stranger), (stranger, name))
-    }
-
-
 def test_promtool_finds_nothing_to_complain_of(monitored: Monitored) -> None:
     for check in (
         ("check", "rules", "--lint-fatal", str(FOLDER / "alerts.yaml")),
@@ -192,17 +166,7 @@ def test_the_log_says_nothing_of_good_scrapes(monitored: Monitored) -> None:
 # -- from here on the engines end
 
 
-def test_an_engine_that_ends_has_left_and_one_that_is_killed_is_down(monitored: Monitored) -> None:
-    first, second = monitored.engines
-    assert monitored.state_of(first) == "healthy"
-    first.say("")
-    assert first.wait() == 0
-    wait_until(lambda: monitored.state_of(first) == "left", "the first has left")
-    second.kill()
-    wait_until(lambda: monitored.state_of(second) == "down", "the second is down")
-
-
-def test_a_stopped_coordinator_is_told_and_the_exporter_ends_by_sigterm(
+def test_a_stopped_coordinator_is_reported_and_the_exporter_ends_by_sigterm(
     monitored: Monitored,
 ) -> None:
     assert "\nkvshm_coordinator_up{" in monitored.scrape()

@@ -67,7 +67,6 @@ class Scene:
         self.load = b.node.load(b.node.lookup(self.keys), range(8, 14))
 
     def state(self) -> Any:
-        """All that a refused call could have changed."""
         node = self.b.node
         slots = [slot[:3] for slot in self.b.table.slots()]
         return (
@@ -146,9 +145,9 @@ def scene(place: Node) -> Iterator[Scene]:
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_refused_and_changes_nothing(scene: Scene, name: str) -> None:
-    call, told = MISUSES[name]
+    call, reported = MISUSES[name]
     before = scene.state()
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=reported):
         call(scene)
     assert scene.state() == before
     assert scene.a.leases() == 6  # those of the load under way
@@ -277,7 +276,7 @@ NEXT: dict[str, Callable[[Toy, list[bytes]], Any]] = {
 
 
 @pytest.mark.parametrize("then", NEXT)
-def test_blocks_of_a_load_that_nobody_watched_come_back(toys: Toys, then: str) -> None:
+def test_blocks_of_a_load_that_no_one_watched_come_back(toys: Toys, then: str) -> None:
     _a, b, keys, found = toys.prefix()
     again = b.node.lookup(keys)
     with b.copies_held_up():

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 
 class Ticks:
-    """A task that counts the turns of its loop."""
-
     def __init__(self) -> None:
         self._count = 0
         self._more = asyncio.Event()
@@ -34,7 +32,6 @@ class Ticks:
             self._more.set()
 
     async def turns(self, number: int) -> None:
-        """Wait until the loop has turned so often."""
         until = self._count + number
         while self._count < until:
             self._more.clear()

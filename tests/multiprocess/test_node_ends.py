@@ -70,7 +70,7 @@ def test_what_is_published_before_the_epoch_is_open_is_readable_later(
 
 
 @pytest.mark.timeout(20)
-def test_nobody_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
+def test_no_one_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
     """A process has eight engines in a roster at most."""
     others = [toys.join(f"{number}") for number in range(8)]
     refused = toys.begin("one more")

@@ -14,9 +14,7 @@ from .processes import PATIENCE_SECONDS
 pytestmark = pytest.mark.multiprocess
 
 WINDOW = (Group(0, TOKENS), Group(1, TOKENS, window=2 * TOKENS))
-"""Full attention, and a window that needs the last two blocks."""
 LARGE = (Group(0, TOKENS), Group(1, 2 * TOKENS, scale=2))
-"""Two of full attention; a block of the second covers two keys."""
 
 
 def compute(
@@ -36,7 +34,6 @@ def holds(toy: Toy, keys: Sequence[bytes], group: int, first: int, blocks: Seque
 
 @pytest.fixture
 def window(toys: Toys) -> tuple[Toy, Toy, list[bytes]]:
-    """One has the windows of lengths 3 and 6; another one knows it."""
     a, b = toys.pair(groups=WINDOW)
     keys = a.prompt()
     compute(a, keys, 1, 1, [11, 12])
@@ -147,7 +144,7 @@ def test_a_key_that_no_prefix_can_reach_is_not_waited_for(toys: Toys) -> None:
     [((Group(0, 2 * TOKENS, scale=2), Group(1, TOKENS)), 3), ((Group(0, TOKENS, chunk=8),), 0)],
     ids=["start within a block", "chunk's end"],
 )
-def test_where_nothing_can_be_restored_nobody_waits(
+def test_where_nothing_can_be_restored_no_one_waits(
     toys: Toys, groups: Sequence[Group], start: int
 ) -> None:
     node = toys.join("a", groups=groups).node

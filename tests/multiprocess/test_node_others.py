@@ -41,7 +41,7 @@ def test_as_much_as_an_identity_may_have_can_be_sent(node: Node) -> None:
     memory.close()
 
 
-def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
+def test_blocks_that_others_hold_are_reported_to_their_owner(toys: Toys) -> None:
     a, b, keys, _ = toys.prefix()
     assert a.node.kept(range(BLOCKS)) == []
     assert b.node.hold(keys[:4], 60.0) == 4
@@ -56,7 +56,7 @@ def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
             b.node.hold(keys, wrong)
 
 
-def test_blocks_that_are_being_read_are_told_to_their_owner(toys: Toys) -> None:
+def test_blocks_that_are_being_read_are_reported_to_their_owner(toys: Toys) -> None:
     a, b = toys.pair()
     keys = a.prompt()
     a.compute(keys, range(6))
@@ -84,8 +84,6 @@ def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
 def test_what_an_interrupted_retract_left_is_waited_for(
     toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Ctrl-C interrupts it."""
-
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 

@@ -47,12 +47,10 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
     ),
 }
 NO_NAMES = {"coordinator", "verify-logits", "completion"}
-"""Commands that print no name of an engine or a file."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """Engines of one odd model, that do not share with one another, and odd files."""
     with fresh_node() as node, contextlib.ExitStack() as stack:
         node.coordinator()
         config = Config(run_dir=str(node.run_dir), namespace=node.namespace)

@@ -59,7 +59,7 @@ def others_files(node: Node) -> Iterator[Managed]:
         path.unlink()
 
 
-def test_files_of_another_user_silence_nobody(node: Node, others_files: Managed) -> None:
+def test_files_of_another_user_silence_no_one(node: Node, others_files: Managed) -> None:
     coordinator = node.coordinator()
     dying, living = FakeEngine(node, "dying"), FakeEngine(node, "living")
     for engine in (dying, living):

@@ -29,13 +29,11 @@ def node() -> Iterator[Node]:
 
 
 def inside(outside: Managed) -> int:
-    """The pid here of what is process 1 of its namespace."""
     children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text("ascii")
     return int(children.split()[0])
 
 
 def three(node: Node, apart: bool) -> list[FakeEngine]:
-    """An exporter, and two importers that have leased all it has."""
     python = APART if apart else (sys.executable,)
     exporter = FakeEngine(node, "exporter", python=python)
     exporter.joined()
@@ -63,20 +61,10 @@ def only_the_dead_is_gone(exporter: FakeEngine, dying: FakeEngine, living: FakeE
     living.do("publish", blocks=[3])
     exporter.heard("engine_events", epoch=living.started["epoch"], blocks=[3])
     for engine in (exporter, living):
-        told = [said["epoch"] for said in engine.all_heard("engine_gone")]
-        assert not {exporter.started["epoch"], living.started["epoch"]} & set(told)
+        reported = [said["epoch"] for said in engine.all_heard("engine_gone")]
+        assert not {exporter.started["epoch"], living.started["epoch"]} & set(reported)
     held.close()
     ended.close()
-
-
-def test_engines_that_are_all_process_1_share_and_one_dies(node: Node) -> None:
-    coordinator = node.coordinator()
-    exporter, dying, living = three(node, apart=True)
-    assert {engine.started["pid"] for engine in (exporter, dying, living)} == {1}
-    only_the_dead_is_gone(exporter, dying, living)
-    coordinator.wait_err("event=death engine=dying")
-    again = FakeEngine(node, "again", python=APART)
-    assert again.joined()["roster"] == ["exporter", "living"]
 
 
 def test_a_coordinator_that_sees_no_engine_tells_them_apart(node: Node) -> None:

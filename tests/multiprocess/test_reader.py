@@ -136,7 +136,6 @@ def test_a_closed_reader_reads_no_more(toys: Toys, reader: Reader) -> None:
 
 
 def serve_once(path: Path, reply: bytes, fds: list[int]) -> threading.Thread:
-    """Give one answer, whatever the question, and end."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen()

@@ -26,7 +26,6 @@ NEVER_ENDS = str(Path(__file__).with_name("never_ends.py"))
 
 
 def mapping(file: str) -> list[int]:
-    """Who has mapped a file."""
     maps = ((pid, Path(f"/proc/{pid}/maps")) for pid in os.listdir("/proc") if pid.isdigit())
     found = []
     for pid, path in maps:
@@ -37,7 +36,7 @@ def mapping(file: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("told", "number", "side_by_side"),
+    ("reported", "number", "side_by_side"),
     [
         ("run", signal.SIGTERM, False),
         ("run", signal.SIGINT, False),
@@ -56,7 +55,7 @@ def mapping(file: str) -> list[int]:
     ],
 )
 def test_nothing_of_it_stays(
-    told: str, number: signal.Signals, side_by_side: bool, tmp_path: Path
+    reported: str, number: signal.Signals, side_by_side: bool, tmp_path: Path
 ) -> None:
     said = tmp_path / "said"
     arguments = (
@@ -77,7 +76,7 @@ def test_nothing_of_it_stays(
         run_dir, file, worker, *pids = said.read_text().split()
         pidfds = [os.pidfd_open(pid) for pid in (*map(int, pids), *mapping(file))]
         assert len(pidfds) == 6
-        os.kill(run.pid if told == "run" else int(worker), number)
+        os.kill(run.pid if reported == "run" else int(worker), number)
         wait_until(lambda: all(map(has_ended, pidfds)), "all have ended")
         left = [Path(run_dir), Path(file)]
         wait_until(lambda: not any(path.exists() for path in left), "what they left is removed")

@@ -24,8 +24,6 @@ SOON = ("--loop-seconds", "3", "--scheduler-seconds", "3")
 
 
 class Stalled:
-    """A node of which something of each kind has been stopped, one after the other."""
-
     def __init__(self, node: Node) -> None:
         self.node = node
         self.coordinator = node.coordinator()
@@ -35,7 +33,7 @@ class Stalled:
         self.client = self.hangs(3, "BEAT", *patient, nth=3)
         for engine in (self.healthy, self.stopped, self.client):
             toys.result(engine)
-        # From here on nobody reuses a block of an engine that others may lease from.
+        # From here on no one reuses a block of an engine that others may lease from.
         self.scheduler = self.hangs(4, "LOAD_PLANNED")
         wait_until(lambda: self.kvshm("holders").stdout != "", "it holds leases")
         self.loads = self.hangs(5, "COPY_BEGINS")
@@ -53,7 +51,6 @@ class Stalled:
         return json.loads(self.kvshm("status", "--json", *SOON).stdout)
 
     def reasons(self) -> dict[int, str]:
-        """What is wrong with each engine, by pid."""
         (space,) = self.status()["namespaces"]
         return {engine["pid"]: "; ".join(engine["reasons"]) for engine in space["engines"]}
 
@@ -71,7 +68,7 @@ def stalled() -> Iterator[Stalled]:
         yield Stalled(node)
 
 
-def test_each_stalled_thread_is_told_apart(stalled: Stalled) -> None:
+def test_each_stalled_thread_is_distinguished(stalled: Stalled) -> None:
     begins = {
         stalled.healthy.pid: "",
         stalled.scheduler.pid: "scheduler stalled: it has not gone round for",
@@ -95,8 +92,8 @@ def test_each_stalled_thread_is_told_apart(stalled: Stalled) -> None:
     assert "with 1 waiting" in found[stalled.scheduler.pid]
     assert "scheduler" not in found[stalled.loads.pid], "its load has not ended, but it polls"
     assert stalled.probe("progress", stalled.healthy) == (0, "")
-    code, told = stalled.probe("progress", stalled.loads)
-    assert (code, "loads of rank 0 stalled" in told) == (1, True)
+    code, reported = stalled.probe("progress", stalled.loads)
+    assert (code, "loads of rank 0 stalled" in reported) == (1, True)
     assert stalled.probe("ready", stalled.loads)[0] == 0
     assert stalled.probe("live", stalled.scheduler)[0] == 0
     assert stalled.probe("serving", stalled.loads)[0] == 0
@@ -161,8 +158,8 @@ def test_a_stopped_engine_without_a_coordinator_is_found_by_its_pid(node: Node) 
 def test_a_stopped_engine_is_down_and_a_dead_one_has_ended(stalled: Stalled) -> None:
     stalled.stopped.signal(signal.SIGSTOP)
     wait_until(lambda: stalled.stopped.is_stopped, "it stops")
-    code, told = stalled.probe("live", stalled.stopped)
-    assert (code, "it does not answer: stopped" in told) == (1, True)
+    code, reported = stalled.probe("live", stalled.stopped)
+    assert (code, "it does not answer: stopped" in reported) == (1, True)
     assert stalled.kvshm("status", *SOON).returncode == 3
     with a_full_queue(stalled.node, stalled.stopped.pid):
         done = stalled.kvshm("status", "--here", "--probe", "serving", *SOON)
@@ -203,7 +200,7 @@ def test_a_dead_holder_is_named_also_where_no_coordinator_clears_up(stalled: Sta
 
 def test_nothing_is_down_and_a_probe_of_nothing_fails(node: Node) -> None:
     place = ("--run-dir", str(node.run_dir))
-    for arguments, code, told in (
+    for arguments, code, reported in (
         ((), 3, "nothing of kvshm runs in"),
         (("--probe", "ready"), 1, "there is no engine"),
         (("--probe", "coordinator"), 1, "there is no coordinator"),
@@ -214,7 +211,7 @@ def test_nothing_is_down_and_a_probe_of_nothing_fails(node: Node) -> None:
         command = [sys.executable, "-m", "kvshm.tools.cli", "status", *arguments, *place]
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (code, "")
-        assert told in done.stderr
+        assert reported in done.stderr
 
 
 def test_long_lists_of_what_is_left_are_cut(node: Node) -> None:

@@ -19,9 +19,8 @@ pytestmark = pytest.mark.multiprocess
 
 BOUND = QUEUE_FRAMES * MAX_FRAME_BYTES
 ELSE = 48 << 20
-"""What sockets' own buffers, the sender's messages on their way and the allocator take."""
 RECORDS = bytes(MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES)
-"""As many as one message may have; of no kind, so that nobody spends time on them."""
+"""As many as one message may have; of no kind, so that no one spends time on them."""
 
 
 def resident(process: Managed) -> int:

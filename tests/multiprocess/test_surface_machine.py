@@ -177,7 +177,6 @@ class SurfaceMachine(RuleBasedStateMachine):
         assert self.node.wait_joined(PATIENCE_SECONDS)
 
     def seldom(self) -> bool:
-        """For what leaves little to do afterwards."""
         self._turn += 1
         return self._turn % 4 == 0
 

@@ -1,7 +1,4 @@
-"""Processes that die or stop at a given place in the protocol, one place after the other.
-
-chaos.py does the same at random places, with everything else going on.
-"""
+"""Processes that die or stop at a given place in the protocol, one place after the other."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ def node() -> Iterator[Node]:
 
 
 def test_an_importer_stopped_between_copy_and_check_delivers_nothing_stale(node: Node) -> None:
-    """The exporter goes on, reuses what is being read, and waits no longer than its budget."""
     exporter = start(node, 1, "--requests", "400", "--loads", "0")
     # Its peer reuses blocks sooner than news of it arrives: many of its leases are refused.
     importer = start(node, 2, "--imported", "30", KVSHM_TEST_SYNC_POINT="COPIED:stop:3")
@@ -56,8 +52,7 @@ def test_an_importer_stopped_between_copy_and_check_delivers_nothing_stale(node:
 
 @pytest.mark.usefixtures("hurried")  # a quarantine may have to end
 @pytest.mark.parametrize("point", ["LEASED", "COPY_BEGINS", "COPIED", "PUBLISHED", "RETRACTED"])
-def test_an_engine_killed_anywhere_harms_nobody(node: Node, point: str) -> None:
-    """Its leases are swept, its sockets go, and the others deliver no wrong byte."""
+def test_an_engine_killed_anywhere_harms_no_one(node: Node, point: str) -> None:
     others = [start(node, seed, "--requests", "150") for seed in (1, 2)]
     victim = start(node, 3, "--loads", "1000000", KVSHM_TEST_SYNC_POINT=f"{point}:kill:5")
     assert victim.wait() == -signal.SIGKILL
@@ -90,7 +85,6 @@ BLOCKS = [BlockId(0), BlockId(1)]
 
 @pytest.fixture
 def table() -> Iterator[OwnSlotTable]:
-    """A table with two published blocks."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     own = OwnSlotTable.create(TableSpec(name, "e", 2, 16, 1, Fingerprint(bytes(32))), Epoch(1))
     mapped(own, RankSlotTable).set_life(0)
@@ -100,12 +94,10 @@ def table() -> Iterator[OwnSlotTable]:
 
 
 def mapped(own: OwnSlotTable, role: type[TableType]) -> TableType:
-    """The table as another process has it."""
     return role.from_fd(own.name, own.descriptor(True))
 
 
 def publish(own: OwnSlotTable) -> bytes:
-    """Publish both blocks; returns the records."""
     records = [BlockRecord(BlockHash(b"h" * 32), block, Generation(0), 0) for block in BLOCKS]
     return own.publish(pack_records(records), bytes(16))
 

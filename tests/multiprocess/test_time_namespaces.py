@@ -1,5 +1,5 @@
 """Engines, coordinator and commands in time namespaces of their own, as restored containers have
-them: CLOCK_MONOTONIC differs by minutes or hours, and nobody is taken for stalled, or for healthy,
+them: CLOCK_MONOTONIC differs by minutes or hours, and no one is taken for stalled, or for healthy,
 because of that."""
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def kvshm(
 
 
 def status(node: Node, python: Sequence[str]) -> dict[str, Any]:
-    """The node's only namespace."""
     (space,) = json.loads(kvshm(node, "status", "--json", *SOON, python=python).stdout)[
         "namespaces"
     ]
@@ -53,7 +52,6 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def engines(node: Node) -> dict[str, Managed]:
-    """In other time namespaces: one that is well; one of which a thread hangs, in each."""
     node.coordinator(python=AHEAD)
     quiet = ("--requests", "0", "--loads", "0", "--imported", "0")
     hangs = {"KVSHM_TEST_SYNC_POINT": "BEAT:hang:3"}
@@ -71,29 +69,29 @@ def engines(node: Node) -> dict[str, Managed]:
 
 
 @pytest.mark.parametrize("python", [HERE, BEHIND, AHEAD], ids=["here", "behind", "ahead"])
-def test_who_stalls_is_told_across_time_namespaces(
+def test_who_stalls_is_reported_across_time_namespaces(
     node: Node, engines: dict[str, Managed], python: Sequence[str]
 ) -> None:
     found: dict[str, list[str]] = {}
 
-    def all_are_told() -> bool:
+    def all_are_reported() -> bool:
         nonlocal found
         by_pid = {e["pid"]: e["reasons"] for e in status(node, python)["engines"]}
         found = {name: by_pid[engine.pid] for name, engine in engines.items()}
         return all(found[name] for name in ("behind", "ahead", "loads"))
 
-    wait_until(all_are_told, "three of them have stalled")
+    wait_until(all_are_reported, "three of them have stalled")
     assert found["well"] == []
     for name in ("behind", "ahead"):
-        (told,) = found[name]
-        assert told.startswith("client stalled: it has not gone round for ")
-        assert 3 <= int(told.removesuffix(" s").rpartition(" ")[2]) < SINCE_BOOT // 2 + 3
+        (reported,) = found[name]
+        assert reported.startswith("client stalled: it has not gone round for ")
+        assert 3 <= int(reported.removesuffix(" s").rpartition(" ")[2]) < SINCE_BOOT // 2 + 3
     assert found["loads"][0].startswith("loads of rank 0 stalled: ")
     assert status(node, python)["coordinator"] == {"state": "healthy", "reason": "", "code": None}
 
 
 @pytest.mark.parametrize("python", [HERE, BEHIND], ids=["here", "behind"])
-def test_since_when_leases_are_held_is_told_across_time_namespaces(
+def test_since_when_leases_are_held_is_reported_across_time_namespaces(
     node: Node, engines: dict[str, Managed], python: Sequence[str]
 ) -> None:
     began = time.monotonic()
@@ -108,12 +106,12 @@ def test_a_command_that_does_not_know_its_own_clock_says_so(
     cannot = "whether its loops go round cannot be told"
     found: dict[int, dict[str, Any]] = {}
 
-    def is_told_of_none() -> bool:
+    def is_reported_of_none() -> bool:
         """A loop that has not gone round yet has not stalled."""
         found.update({e["pid"]: e for e in status(node, WITHOUT_PROC)["engines"]})
         return all(found[engine.pid]["progress"] is None for engine in engines.values())
 
-    wait_until(is_told_of_none, "all loops have gone round")
+    wait_until(is_reported_of_none, "all loops have gone round")
     for engine in engines.values():
         assert found[engine.pid]["reasons"][-1].startswith(cannot)
     assert "cannot be told" in status(node, WITHOUT_PROC)["coordinator"]["reason"]

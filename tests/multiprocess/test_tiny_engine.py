@@ -37,8 +37,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Said(NamedTuple):
-    """A line of the engine: where the prompt's tokens came from, and the next tokens."""
-
     hit: int
     imported: int
     computed: int
@@ -53,7 +51,6 @@ def read(line: str) -> Said:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
-    """The next tokens of each prompt, by an engine that knows nothing of kvshm."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     engine = Engine(num_blocks=64, seed=0)
@@ -74,7 +71,6 @@ def ask(engine: Managed, prompt: str) -> Said:
 
 
 def wait_known(node: Node, importer: Managed, exporter: Managed, blocks: int) -> int:
-    """Wait until the importer knows so many blocks of the exporter; return how many it shows."""
     config = Config(run_dir=str(node.run_dir), namespace=node.namespace)
     with kvshm.Reader(config) as reader:
 
@@ -97,7 +93,6 @@ def wait_known(node: Node, importer: Managed, exporter: Managed, blocks: int) ->
 
 
 def started_pair(node: Node, **importers: str) -> tuple[Managed, Managed, Said]:
-    """An engine that has answered the first prompt, one that knows its blocks, and the answer."""
     node.coordinator()
     verify = {name: importers[name] for name in importers if name == "KVSHM_VERIFY"}
     exporter, importer = start(node, **verify), start(node, **importers)

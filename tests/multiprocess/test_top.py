@@ -30,8 +30,6 @@ RATE = re.compile(r"([\d.]+) ([kMGT]?)B/s shm")
 
 
 class Traffic:
-    """Has engines import from each other until told to end."""
-
     def __init__(self, engines: list[Managed]) -> None:
         self._engines = engines
         self._end = threading.Event()
@@ -49,13 +47,10 @@ class Traffic:
 
 @dataclass
 class Busy:
-    """A node with eight engines, of which the first five go on importing."""
-
     node: Node
     coordinator: Managed
     engines: list[Managed]
     tables: list[SlotTableView]
-    """Of the first five."""
 
     @property
     def bytes_copied(self) -> int:
@@ -86,7 +81,6 @@ def command(node: Node, *options: str) -> list[str]:
 
 
 def in_shell(node: Node, *options: str, stdin: str = "") -> list[str]:
-    """The command, after which its exit status stays on the screen."""
     return [
         "sh",
         "-c",
@@ -98,10 +92,10 @@ def in_shell(node: Node, *options: str, stdin: str = "") -> list[str]:
 
 def keys_of(shown: Terminal) -> set[str]:
     """With which keys this terminal stops and kills what runs in it."""
-    told = subprocess.run(
+    reported = subprocess.run(
         ["stty", "-a", "-F", shown.state("pane_tty")], capture_output=True, text=True, check=True
     )
-    return {each for each in re.split(r"[;\n] ?", told.stdout) if each[:4] in ("quit", "susp")}
+    return {each for each in re.split(r"[;\n] ?", reported.stdout) if each[:4] in ("quit", "susp")}
 
 
 def label(engine: Managed) -> str:
@@ -109,7 +103,6 @@ def label(engine: Managed) -> str:
 
 
 def row(screen: str, engine: Managed) -> str:
-    """The engine's row in the table, which comes before the matrix."""
     table = screen.partition("TO \\ FROM")[0]
     return next((line for line in table.splitlines() if line.startswith(label(engine))), "")
 
@@ -145,7 +138,7 @@ def test_what_it_prints_is_what_the_tables_say(busy: Busy) -> None:
         assert sum(rates) == pytest.approx(copied)
 
 
-def test_it_ends_quietly_when_nobody_reads_on(busy: Busy) -> None:
+def test_it_ends_quietly_when_no_one_reads_on(busy: Busy) -> None:
     argv = command(busy.node, "--interval", "0.1")
     with subprocess.Popen(argv, stdout=PIPE, stderr=PIPE, text=True) as piped:
         first = piped.stdout.readline()
@@ -157,7 +150,6 @@ def test_it_ends_quietly_when_nobody_reads_on(busy: Busy) -> None:
 
 
 def test_it_shows_the_node_and_its_dead_in_any_size(busy: Busy) -> None:
-    """The last test of this file: engines and coordinator end."""
     *_, killed, other, stopped = busy.engines
     with terminal(in_shell(busy.node), *NARROW) as shown:
         shown.wait_for(lambda s: "engines 8/8" in s, "a first frame")
@@ -202,13 +194,10 @@ def test_it_shows_the_node_and_its_dead_in_any_size(busy: Busy) -> None:
 
 
 def is_whole(screen: str) -> bool:
-    """Whether a frame stands there from its first line to its last: tmux first shows as much of the
-    one before as it has room for."""
     return screen.startswith(" kvshm top") and "q ends" in screen
 
 
 def look_small_and_large(shown: Terminal, engines: list[Managed]) -> None:
-    """Nothing is wrapped, columns are left out and come back."""
     shown.resize(*NARROW)
     screen = shown.wait_for(lambda s: is_whole(s) and "MODEL" not in s, "a narrow frame")
     lines = screen.splitlines()

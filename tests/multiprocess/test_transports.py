@@ -17,7 +17,6 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture
 def other(tmp_path: Path) -> dict[str, str]:
-    """What an environment needs to use the transport of another package."""
     folder = other_package.install(tmp_path)
     return {"PYTHONPATH": str(folder), "KVSHM_TRANSPORT": other_package.NAME}
 

@@ -19,7 +19,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 
 @pytest.fixture
 def versions(installed: Versions) -> tuple[Installed, Installed]:
-    """Two that do not fit."""
     return installed.present, installed.newer
 
 
@@ -40,7 +39,7 @@ def test_both_versions_and_who_must_upgrade_are_named(
     assert not refused["retry"]
     coordinator.wait_err(f"event=refused .*engine=other .*{upgrade[engine_is]}")
     pair = [FakeEngine(node, name, python=own.python) for name in "ab"]
-    pair[0].heard("engine_joined", name="b")  # and nobody else, whatever came before
+    pair[0].heard("engine_joined", name="b")  # and no one else, whatever came before
     assert not pair[0].process.out.matching(lambda line: '"name": "other"' in line)
     assert coordinator.terminate() == 0
     assert "Traceback" not in str(coordinator.err)
@@ -95,7 +94,7 @@ def test_rolling_upgrade_one_process_after_the_other(
     first = toys.start(node, 3, python=new.python)
     coordinator.wait_err(f"event=join .*pid={first.pid} ")
     assert toys.more(engines[1])["wrong"] == 0
-    engines[1].kill()  # nobody here can read its table, but what it leaves behind is removed
+    engines[1].kill()  # no one here can read its table, but what it leaves behind is removed
     second = toys.start(node, 4, python=new.python)
     results = toys.finish([first, second])
     assert all(result["imported"] > 0 for result in results)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
 from .processes import Managed, Node, wait_until
-from .toys import more, result, start
+from .toys import result, start
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 EXPORTER = ("--peers", "0", "--loads", "0", "--imported", "0")
-IMPORTER = {"KVSHM_ROLE": "consumer", "KVSHM_VERIFY": "0"}
 
 
 def mapped_from_others(engine: Managed) -> int:
-    """How many peers' KV caches the engine has mapped: its own are writable."""
     maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
     return sum("memfd:kvshm-kv" in line and " r--s " in line for line in maps)
 
@@ -34,26 +31,3 @@ def test_who_has_joined_is_attached_before_anybody_asks_for_it(node: Node) -> No
     assert exporter.wait() == 0
     wait_until(lambda: mapped_from_others(idle) == 0, "it has let go of who has gone")
     assert len(list(node.run_dir.glob("*.peers.*"))) == 1, "its own, no longer the other's"
-
-
-def test_a_dead_exporter_is_noticed_while_no_coordinator_runs(node: Node) -> None:
-    coordinator = node.coordinator()
-    exporter = start(node, 1, *EXPORTER)
-    result(exporter)
-    importer = start(node, 2, "--requests", "60", **IMPORTER)
-    before = result(importer)
-    assert before["imported"] > 0
-    coordinator.kill()
-    exporter.signal(signal.SIGKILL)
-    importer.wait_err(r"engine toy-\d+ \(epoch [0-9a-f]{16}, pid \d+\) has died")
-    wait_until(lambda: mapped_from_others(importer) == 0, "its memory is let go")
-    after = more(importer)
-    # This one has forgotten what it held of the first prefixes: it asks for them all the same.
-    assert after["counters"]["lookups"] > before["counters"]["lookups"]
-    for unchanged in ("leases_taken", "imported_blocks", "loads_started"):
-        assert after["counters"][unchanged] == before["counters"][unchanged]
-    assert after["wrong"] == 0
-    again = node.coordinator()
-    again.wait_err(r"event=removed path=.*\.engine\.")
-    wait_until(lambda: len(node.sockets()) == 1, "the coordinator cleans up as ever")
-    wait_until(lambda: len(list(node.run_dir.glob("*.peers.*"))) == 1, "the list as well")

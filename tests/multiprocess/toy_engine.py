@@ -42,10 +42,9 @@ POLL_SECONDS = 0.0002
 HANGS_SECONDS = 60.0
 """An engine that still works after this time says on stderr what each thread does."""
 GROUP = bytes(4)
-"""What vLLM appends to a block's hash."""
 REST_SECONDS = 0.02
 """Between requests of who waits for imports.  Without a model a request takes 0.2 ms and the
-whole cache is overwritten within 2; news of a block take 40, so nobody would ever find one."""
+whole cache is overwritten within 2; news of a block take 40, so no one would ever find one."""
 
 
 def chain_of(family: int, length: int) -> list[BlockHash]:
@@ -83,7 +82,6 @@ class ToyRank:
         self.cache = RankHalf(self.transport, self.rank, segments, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
-        """What the block must hold."""
         what = chain_hash + bytes([self.rank, region]) + self.model
         seed = hashlib.blake2b(what, digest_size=64).digest()
         return seed * (self.region_bytes // 64)
@@ -107,16 +105,12 @@ class ToyRank:
 
 @dataclass
 class ToyBlock:
-    """What marks ask of a block of the pool."""
-
     block_id: int
     block_hash: bytes | None = None
     ref_cnt: int = 1
 
 
 class ToyEngine:
-    """Scheduler, block pool and ranks in one process."""
-
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
         self.config, self.model, self.weights = Config.from_env(os.environ), model, model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
@@ -133,7 +127,6 @@ class ToyEngine:
         return ToyRank(self.config, rank, num_blocks, region_bytes, self.model)
 
     def open(self, *, wait: bool = True) -> None:
-        """Begin an epoch and wait until it is open on every rank."""
         infos = [RankInfo(rank.pid, rank.transport.export(Epoch(0))) for rank in self.ranks]
         fields = {"weights": self.weights, TRANSPORT: infos[0].memory.transport}
         self.cache.open_epoch(infos, lambda: fields)
@@ -144,7 +137,6 @@ class ToyEngine:
         self.open_ranks()
 
     def open_ranks(self) -> None:
-        """Export every rank's memory in the present epoch."""
         table = self.cache.table
         assert table is not None
         for rank in self.ranks:
@@ -214,29 +206,12 @@ class ToyEngine:
         self.cache.publisher.publish_marked(self.marks, self.pool, [run])
         self.cache.publisher.flush()
 
-    def fork(self) -> None:
-        """Have children inherit all of it: one ends at once, one ends it in order first."""
-        faulthandler.cancel_dump_traceback_later()  # a child that ends waits for its thread
-        for closing in (False, True):
-            child = os.fork()
-            if child == 0:
-                if closing:
-                    self.cache.publisher.retract(list(self.lru))
-                    self.cache.publisher.drain_before_dispatch()
-                    self.close()
-                sys.exit(0)
-            print(
-                "child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True
-            )
-
     @property
     def num_peers(self) -> int:
-        """Engines whose blocks may be used at present."""
         state = self.cache.epoch_state
         return state.peers.stats().usable if state else 0
 
     def counted(self, counter: str) -> int:
-        """What one of the own counters has counted."""
         table = self.cache.table
         return table.counters.snapshot()[counter] if table else 0
 
@@ -274,7 +249,6 @@ def main() -> None:
     parser.add_argument("--model", default="toy", help="what the contents depend on")
     parser.add_argument("--weights", help="what the fingerprint depends on, beside the contents")
     parser.add_argument("--unshared", action="store_true", help="do not wait for an epoch")
-    parser.add_argument("--fork", action="store_true", help="fork after the first requests")
     options = parser.parse_args()
     engine = ToyEngine(options.blocks, options.ranks, options.region_bytes, options.model)
     engine.weights = options.weights or options.model
@@ -300,7 +274,7 @@ def work(
     blocks: int = 0,
     counter: str = "",
 ) -> None:
-    """Serve so many requests, and more until so many imports were begun, so many blocks
+    """Serve this many requests, and more until this many imports were begun, this many blocks
     imported and the counter is not zero, however long the first events and answers of a peer
     take to arrive; then say how it went."""
     faulthandler.dump_traceback_later(HANGS_SECONDS)
@@ -316,8 +290,6 @@ def work(
             time.sleep(REST_SECONDS)
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
-        if options.fork and engine.requests == 10:
-            engine.fork()
     faulthandler.cancel_dump_traceback_later()
     print(json.dumps(engine.summary()), flush=True)
 

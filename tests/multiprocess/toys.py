@@ -24,7 +24,6 @@ def start(
     python: Sequence[str] = (sys.executable,),
     **settings: str,
 ) -> Managed:
-    """Start one.  ``python``: the command that runs Python; ``settings``: KVSHM_*."""
     environ = {
         "KVSHM_RUN_DIR": str(node.run_dir),
         "KVSHM_NAMESPACE": node.namespace,
@@ -36,7 +35,6 @@ def start(
 
 
 def result(engine: Managed, since: int = 0) -> dict[str, Any]:
-    """What the engine prints when its requests are done."""
     outcome: dict[str, Any] = json.loads(engine.wait_out(lambda line: line.startswith("{"), since))
     return outcome
 
@@ -49,7 +47,6 @@ def more(engine: Managed) -> dict[str, Any]:
 
 
 def all_more(engines: list[Managed]) -> list[dict[str, Any]]:
-    """The same of all at once."""
     marks = [len(engine.out) for engine in engines]
     for engine in engines:
         engine.say("more")
@@ -57,7 +54,6 @@ def all_more(engines: list[Managed]) -> list[dict[str, Any]]:
 
 
 def finish(engines: list[Managed]) -> list[dict[str, Any]]:
-    """Results of all; then they may end."""
     results = [result(engine) for engine in engines]
     for engine in engines:
         engine.say("")
@@ -66,7 +62,6 @@ def finish(engines: list[Managed]) -> list[dict[str, Any]]:
 
 
 def table_of(node: Node, engine: Managed) -> SlotTableView:
-    """The table that an engine hands out, to read."""
     engine.wait_out(lambda line: line == "open")
     for epoch in node.sockets():
         with suppress(SegmentNotFound):

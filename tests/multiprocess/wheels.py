@@ -60,10 +60,7 @@ _NEWER = (
 
 
 class Installed(NamedTuple):
-    """One version of kvshm in an environment that has nothing but its base requirements."""
-
     python: tuple[str, ...]
-    """Command that runs its Python, undisturbed by this environment's."""
     version: str
     protocol: int
     layout: int
@@ -92,15 +89,12 @@ def _install(room: Path, patch: Sequence[tuple[str, str, str]]) -> tuple[str, ..
 
 
 class Versions(NamedTuple):
-    """The present version, the next one that fits it, and a newer one that does not."""
-
     present: Installed
     next: Installed
     newer: Installed
 
 
 def install_all(room: Path) -> Versions:
-    """Build and install them below ``room``, at the same time."""
     rooms = room / "present", room / "next", room / "newer"
     for each in rooms:
         each.mkdir()
@@ -114,7 +108,6 @@ def install_all(room: Path) -> Versions:
 
 
 def said_by(installed: Installed, *arguments: str) -> tuple[int, str]:
-    """Run one of its modules; return exit status and all that it wrote."""
     done = subprocess.run(
         [*installed.python, "-m", *arguments], capture_output=True, text=True, cwd="/"
     )

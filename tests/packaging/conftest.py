@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
 
 PYTHONS = os.environ.get("PYTHONS", "").split() or [sys.executable]
-"""The interpreters that run the wheel (`make test-pythons`); the one of these tests builds it."""
 
 Run = Callable[..., str]
 
@@ -64,8 +63,6 @@ def wheel(work: Path, run: Run) -> Path:
 
 @pytest.fixture(scope="session", params=PYTHONS, ids=lambda path: Path(path).name)
 def python(work: Path, run: Run, wheel: Path, request: pytest.FixtureRequest) -> Path:
-    """The interpreter of an environment that holds the wheel and its base requirements, made
-    where no compiler works."""
     venv = work / f"venv-{PYTHONS.index(request.param)}"
     run(request.param, "-m", "venv", venv)
     python = venv / "bin/python"

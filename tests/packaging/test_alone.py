@@ -27,23 +27,20 @@ OF_THE_EXTRAS = (
     "rich>=13.7",
     "shtab>=1.7",
 )
-"""What kvshm[kv] and kvshm[ops] bring."""
 FOLDERS = {
     "tests/unit": {
-        "test_architecture_docs.py": "looks at the sources",
         "test_api_docs.py": "looks at the sources",
         "test_hooks_of_transformers.py": "looks at the sources",
         "test_command_pages.py": "looks at the tree: pages",
         "test_grafana.py": "looks at the tree: deploy/grafana",
+        "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_docs_commands.py": "looks at the tree: pages and the files they name",
         "test_docs_map.py": "looks at the tree: the map of the pages, and the sizes of folders",
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_log_lines.py": "looks at the sources for the lines they log",
-        "test_operations_docs.py": "looks at the sources for the reasons they give",
         "test_vllm_facts.py": "looks at the tree: docs/vllm-facts.toml, and what it names",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
         "test_layout_docs.py": "compares a page and a C header with the layout",
-        "test_layout_drawings.py": "compares a page with the layout",
         "test_log.py::test_every_logger_of_the_product_is_one_of_these": "looks at the sources",
         "test_roles.py": "asks mypy, which is not installed there",
         "test_transport_types.py": "asks mypy, which is not installed there",
@@ -55,7 +52,7 @@ FOLDERS = {
     "tests/conformance": {},
 }
 """What of each folder cannot run without the tree, or not in reasonable time, and why."""
-PROCESSES = ("check", "holders", "in_process", "kv_files", "node", "posix_shm", "transports")
+PROCESSES = ("check", "in_process", "kv_files", "node", "posix_shm", "transports")
 """Of tests/multiprocess: a coordinator, engines, transports and commands, all from the wheel."""
 
 

@@ -14,7 +14,6 @@ from .conftest import Run
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 CHEAP = ("test_plugin.py", "test_refusals.py", "test_identity.py")
-"""Of tests/vllm: on vLLM's real configuration, without an engine."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def contents(packages: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every installed file, but for what Python compiles by itself."""
     found = {}
     for folder, folders, files in os.walk(packages, followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -34,7 +32,6 @@ def contents(packages: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def packages(work: Path) -> Path:
-    """All packages that are installed beside vLLM, but kvshm: a folder of links to them."""
     packages = work / "packages"
     packages.mkdir()
     for path in PACKAGES.iterdir():
@@ -45,7 +42,6 @@ def packages(work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def empty(work: Path, run: Run, packages: Path) -> Path:
-    """The interpreter of an environment with those packages and none of its own."""
     run(sys.executable, "-m", "venv", "--without-pip", work / "beside")
     python = work / "beside/bin/python"
     own = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()

@@ -20,7 +20,6 @@ def names(wheel: Path) -> set[str]:
 
 
 def entry_points(wheel: Path) -> Iterator[str]:
-    """Yield the module of every entry point the wheel declares."""
     with zipfile.ZipFile(wheel) as archive:
         path = next(n for n in archive.namelist() if n.endswith("/entry_points.txt"))
         parser = configparser.ConfigParser()

@@ -25,8 +25,6 @@ def missing() -> str | None:
 
 
 def build(directory: Path) -> Path:
-    """Compile the library into a directory; its path.  A process that finds the directory in
-    LD_LIBRARY_PATH, or has loaded the library, uses it as its CUDA driver."""
     library = directory / "libcuda.so.1"
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
     command = ["cc", *flags, "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library]

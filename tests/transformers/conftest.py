@@ -14,7 +14,6 @@ from tiny_model import write_model
 
 MakeManager = Callable[..., Any]
 Lines = list[str]
-"""What kvshm has logged: the fixture ``lines``."""
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +40,6 @@ def node_with_coordinator() -> Iterator[Node]:
 
 @pytest.fixture
 def node(node_with_coordinator: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """The environment of an engine of the node, strict and verified."""
     more = {"KVSHM_STRICT": "1", "KVSHM_VERIFY": "1"}
     for name, value in {**node_with_coordinator.environment, **more}.items():
         monkeypatch.setenv(name, value)
@@ -50,8 +48,6 @@ def node(node_with_coordinator: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 @pytest.fixture
 def manager(node: Node, model_path: Path) -> Iterator[MakeManager]:
-    """Makes managers that ``share`` was asked to share, each with a model of its own.  They end
-    with the test."""
     from kvshm.hooks.transformers import share
 
     from .managers import end, new_manager
@@ -69,7 +65,6 @@ def manager(node: Node, model_path: Path) -> Iterator[MakeManager]:
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    """What kvshm logs."""
     said: Lines = []
 
     class Ear(logging.Handler):

@@ -41,7 +41,6 @@ def manager_of(model: Any, generation: dict[str, Any] | None = None, **config: A
 
 
 def start(*managers: Any) -> None:
-    """Start managers and wait until those that share know each other."""
     for manager in managers:
         manager.warmup()
         manager.start()
@@ -56,7 +55,6 @@ def know_each_other(*managers: Any) -> None:
 
 
 def end(manager: Any) -> None:
-    """Stop a manager, at whatever point it is."""
     if manager.is_running() and manager._generation_thread is not threading.current_thread():
         manager.stop(hard_stop=True, timeout=60)
     cache = getattr(manager.batch_processor, "cache", None)
@@ -65,13 +63,11 @@ def end(manager: Any) -> None:
 
 
 def random_prompt(seed: int, tokens: int) -> list[int]:
-    """Return ``tokens`` token ids; two seeds share no block."""
     drawn = random.Random(seed)
     return [drawn.randrange(VOCABULARY) for _ in range(tokens)]
 
 
 def ask(manager: Any, prompt: list[int], tokens: int = 8) -> tuple[list[int], list[float]]:
-    """Return the tokens of the answer and their log-probabilities."""
     manager.add_request(prompt, max_new_tokens=tokens)
     while (output := manager.get_result(timeout=1)) is None:
         assert manager.is_running(), manager.background_thread_status.fatal_error
@@ -84,18 +80,15 @@ def cache_of(manager: Any) -> Any:
 
 
 def counts(manager: Any) -> Any:
-    """What became of the manager's imports."""
     return cache_of(manager).importer.counts
 
 
 def heard(manager: Any, prompt: list[int]) -> None:
-    """Wait until a manager could import all that it may of a prompt."""
     node = node_of(manager)
     wanted = node.keys(prompt)[: (len(prompt) - 1) // PAGE_SIZE]
     until(lambda: set(node.contains(wanted)) <= {"own", "peer"}, "the prefix is known")
 
 
 def change_weights(manager: Any, factor: float = 1.5) -> None:
-    """Change a model's weights where they lie."""
     with torch.no_grad():
         manager.model.lm_head.weight.mul_(factor)

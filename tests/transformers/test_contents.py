@@ -33,7 +33,6 @@ PAGE_SIZE = 4
 NUM_BLOCKS = 16
 STEPS = 600
 WORD = 8
-"""Bytes of one token's number."""
 
 
 def kv_of(weights: int, before: int, token: int) -> int:
@@ -43,19 +42,14 @@ def kv_of(weights: int, before: int, token: int) -> int:
 
 @dataclass
 class Played:
-    """A manager whose steps are taken by hand."""
-
     manager: Any
     rnd: random.Random
     processor: Any = None
     weights: int = 0
     weights_of: dict[int, int] = field(default_factory=dict)
-    """Epoch -> weights."""
     tokens_of: dict[bytes, list[int]] = field(default_factory=dict)
-    """Key -> the tokens of its prefix."""
     added: int = 0
     looked_at: int = 0
-    """Readable blocks, each as often as it was looked at."""
 
     def __post_init__(self) -> None:
         # For manager.pause(), which asks a running loop to stand still.

@@ -40,8 +40,6 @@ class Tokens(list[int]):
 
 
 class Published:
-    """A node that notes what is published."""
-
     block_size = PAGE_SIZE
 
     def __init__(self) -> None:

@@ -22,8 +22,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class Two(NamedTuple):
-    """An exporter, and an importer whose first copy meets a sync point."""
-
     node: SharedNode
     exporter: Engine
     importer: Engine

@@ -1,4 +1,4 @@
-"""What fails is a miss: requests are answered, and nobody reads what may be wrong."""
+"""What fails is a miss: requests are answered, and no one reads what may be wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture
 def lenient(manager: MakeManager, monkeypatch: pytest.MonkeyPatch) -> MakeManager:
-    """Managers as in production: nothing is raised."""
     monkeypatch.setenv("KVSHM_STRICT", "0")
     monkeypatch.setattr(boundary, "_log_limit", LogLimit(math.inf))
     return manager
@@ -242,15 +241,11 @@ def test_blocks_of_late_loads_come_back_before_transformers_gives_up(manager: Ma
 
 
 class Raising(Load):
-    """A load with a mistake."""
-
     def wait(self, timeout: float | None = None) -> LoadState:
         raise RuntimeError("a mistake of kvshm")
 
 
 class RaisingLater(Hanging):
-    """A load that is late, and has a mistake then."""
-
     polled = 0
 
     def poll(self) -> LoadState:
@@ -347,6 +342,5 @@ def test_of_two_readings_of_the_weights_the_last_one_counts(
 
 
 def test_the_logger_is_heard(lines: Lines) -> None:
-    """What the other tests of this file rest on."""
     logging.getLogger("vllm.kvshm.hooks.boundary").warning("heard")
     assert lines == ["heard"]

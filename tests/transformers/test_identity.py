@@ -92,8 +92,8 @@ def test_every_change_shows_in_its_field(plain: Any, fresh: Any, change: str) ->
     assert who(plain) == who(fresh)
     act(fresh)
     usual, unusual = dataclasses.asdict(who(plain)), dataclasses.asdict(who(fresh))
-    told, tells = ({**each, **each["settings"]} for each in (usual, unusual))
-    assert told[field] != tells[field]
+    reported, tells = ({**each, **each["settings"]} for each in (usual, unusual))
+    assert reported[field] != tells[field]
 
 
 @pytest.fixture
@@ -108,11 +108,11 @@ def test_a_switch_of_torch_shows(plain: Any, without_mkldnn: None) -> None:
 
 
 def test_values_of_a_configuration_that_are_not_json_are_compared(plain: Any, fresh: Any) -> None:
-    told = []
+    reported = []
     for value in (1, 2):
         fresh.model.config.my_scale = np.float32(value)
-        told.append(who(fresh).settings["model_config"])
-    assert told[0] != told[1]
+        reported.append(who(fresh).settings["model_config"])
+    assert reported[0] != reported[1]
 
 
 def test_kernels_of_attention_that_are_off_show(plain: Any) -> None:
@@ -128,12 +128,12 @@ def test_kernels_of_attention_that_are_off_show(plain: Any) -> None:
 def test_settings_of_torchs_libraries_show(
     plain: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    told = [who(plain).settings["kernels"]]
+    reported = [who(plain).settings["kernels"]]
     for value in ("AVX2", "COMPATIBLE"):
         monkeypatch.setenv(name, value)
-        told.append(who(plain).settings["kernels"])
-    assert len(set(told)) == 3
-    assert f"{name}=COMPATIBLE" in told[-1]
+        reported.append(who(plain).settings["kernels"])
+    assert len(set(reported)) == 3
+    assert f"{name}=COMPATIBLE" in reported[-1]
 
 
 def test_both_interfaces_to_the_precision_of_float32_can_be_read(plain: Any) -> None:
@@ -154,11 +154,11 @@ def test_another_process_computes_the_same(plain: Any, model_path: Path) -> None
         "print(identity_of(manager.model, manager.continuous_batching_config))"
     )
     root = Path(__file__).parents[2]
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=True, cwd=root,
     )  # fmt: skip
-    assert told.stdout.strip() == str(who(plain))
+    assert reported.stdout.strip() == str(who(plain))
 
 
 @pytest.mark.multiprocess
@@ -170,10 +170,10 @@ def test_a_variable_of_any_contents_counts_and_can_be_sent(
     a = manager()
     start(a)
     assert node_of(a).joined
-    told = who(a).settings["kernels"]
+    reported = who(a).settings["kernels"]
     monkeypatch.setenv("MKL_OTHER", f"{value} ")
-    assert who(a).settings["kernels"] != told
+    assert who(a).settings["kernels"] != reported
 
 
-def test_variables_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_kernels({"MKL_A": "1 MKL_B=2"}) != cpu_kernels({"MKL_A": "1", "MKL_B": "2"})

@@ -14,8 +14,6 @@ from kvshm.hooks.transformers.paged_cache import SharedLedger, SharedPagedAttent
 
 
 class Watched(SharedLedger):
-    """Notes what is retracted, and looks that the ledger knows it still."""
-
     def __init__(self) -> None:
         self.retracted: list[list[int]] = []
         super().__init__(self.note)
@@ -47,7 +45,7 @@ def test_a_reset_says_so_first(ledger: Watched) -> None:
     assert ledger.retracted == [[1, 2, 3, 4]]
 
 
-def test_a_block_that_is_not_kept_is_told_of_with_its_last_reference(ledger: Watched) -> None:
+def test_a_block_that_is_not_kept_is_reported_with_its_last_reference(ledger: Watched) -> None:
     assert not ledger.release(1), "it is cached"
     assert ledger.release(2, no_cache=True)
     assert not ledger.release(3, no_cache=True)
@@ -56,15 +54,15 @@ def test_a_block_that_is_not_kept_is_told_of_with_its_last_reference(ledger: Wat
     assert ledger.retracted == [[2], [3]]
 
 
-def test_an_incomplete_block_is_nobodys_business(ledger: Watched) -> None:
+def test_an_incomplete_block_is_no_ones_business(ledger: Watched) -> None:
     assert ledger.release(9, no_cache=True)
     assert ledger.retracted == []
 
 
 def test_a_preempted_requests_blocks_are_waited_for_once() -> None:
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     cache = object.__new__(SharedPagedAttentionCache)
-    prefixes: Any = SimpleNamespace(end=lambda _: None, retract=lambda b: told.append(list(b)))
+    prefixes: Any = SimpleNamespace(end=lambda _: None, retract=lambda b: reported.append(list(b)))
     ledger = SharedLedger(cache._forgetting)
     released = SimpleNamespace(
         ledger=ledger, block_table={"r": [5, 6, 7]}, free_blocks=lambda *_: None
@@ -74,7 +72,7 @@ def test_a_preempted_requests_blocks_are_waited_for_once() -> None:
     ledger.register_new_hash(7, 1)
     ledger.acquire(7)
     cache.free_blocks("r", no_cache=True)
-    assert told == [[0, 1]], "the block of another request stays"
+    assert reported == [[0, 1]], "the block of another request stays"
 
 
 def test_a_step_that_completed_nothing_is_not_looked_at() -> None:

@@ -102,9 +102,9 @@ def test_a_part_that_a_program_wrote_itself_is_named(model: Any, case: str) -> N
     list(words_of(model))
     reason, change = ODD_PARTS[case]
     change(model)
-    with pytest.raises(CannotCompareError, match="cannot be compared") as told:
+    with pytest.raises(CannotCompareError, match="cannot be compared") as reported:
         list(words_of(model))
-    assert reason in str(told.value)
+    assert reason in str(reported.value)
 
 
 def wrapped(function: Any) -> Any:
@@ -205,24 +205,23 @@ OTHER_WORDS: dict[str, Callable[[Any], object]] = {
 
 
 def give_config(model: Any, **values: Any) -> None:
-    """Give a part a configuration of its own."""
     config = copy.deepcopy(model.config)
     config.update(values)
     attention(model).config = config
 
 
 def test_attributes_of_all_kinds_are_compared(model: Any) -> None:
-    told = [repr(list(words_of(model)))]
+    reported = [repr(list(words_of(model)))]
     for change in OTHER_WORDS.values():
         before = dict(vars(attention(model)))
         for _ in range(2):  # the same again: the same words
             change(model)
-            told.append(repr(list(words_of(model))))
+            reported.append(repr(list(words_of(model))))
             vars(attention(model)).clear()
             vars(attention(model)).update(before)
-        assert told[-1] == told[-2]
-    assert repr(list(words_of(model))) == told[0]
-    assert len(set(told)) == 1 + len(OTHER_WORDS)
+        assert reported[-1] == reported[-2]
+    assert repr(list(words_of(model))) == reported[0]
+    assert len(set(reported)) == 1 + len(OTHER_WORDS)
 
 
 def test_a_function_of_theirs_in_anothers_place_shows(

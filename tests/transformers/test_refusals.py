@@ -42,7 +42,6 @@ class Packed(torch.Tensor):
 
 
 def pack(model: Any) -> None:
-    """Have a linear layer keep its weight where neither a parameter nor a buffer is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is going to remove it
         model.model.layers[0].mlp.gate_proj = torch.ao.nn.quantized.dynamic.Linear(256, 512)

@@ -27,13 +27,11 @@ __all__ = ["path", "serve"]
 
 @pytest.fixture
 def namespace() -> str:
-    """A namespace of the test's own."""
     return new_namespace()
 
 
 @pytest.fixture
 def served(namespace: str) -> Iterator[ServedNode]:
-    """A run directory, with the engines that the test has begun in it."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         node = ServedNode(Path(directory), namespace)
         yield node
@@ -42,7 +40,6 @@ def served(namespace: str) -> Iterator[ServedNode]:
 
 @pytest.fixture
 def replica(namespace: str) -> Iterator[Replica]:
-    """An index of 64 entries, sound when the test ends."""
     replica = Replica.create(namespace, "b", replicas.OWN_EPOCH, 64)
     yield replica
     assert replicas.wrong_in(replica) == []
@@ -56,7 +53,6 @@ def row(replica: Replica) -> int:
 
 @pytest.fixture
 def held(table: AnyTable) -> bytes:
-    """The record of block 0, published."""
     record = BlockRecord(BlockHash(b"h" * 32), BlockId(0), Generation(0), 0)
     return table.publish(pack_records([record]), bytes(8))
 
@@ -68,7 +64,6 @@ def clock() -> Clock:
 
 @pytest.fixture
 def peers(served: ServedNode, clock: Clock) -> Iterator[Peers]:
-    """What an engine of epoch OWN_EPOCH knows, sound when the test ends."""
     peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments, clock=clock)
     yield peers
     if not peers._closed:
@@ -88,7 +83,6 @@ def exporter(served: ServedNode) -> Make:
 
 @pytest.fixture
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """Fake GPUs in one machine; what was made on them is closed when the test ends."""
     made = Node(tmp_path_factory.mktemp("k"))
     yield made
     for rank in made.ranks:
@@ -97,7 +91,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def dumped(namespace: str) -> Iterator[dumps.Node]:
-    """A run directory whose engines the index dump is to show."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         node = dumps.Node(Path(directory), namespace)
         yield node

@@ -32,7 +32,6 @@ def new_state(*, grace_over: bool = True) -> State:
 
 
 def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:
-    """An engine of one process (pid = epoch unless given), or with ranks of their own."""
     pid = pid or epoch
     memory = MemoryDescriptor("none", epoch, 0, [])
     described: dict[str, Any] = {
@@ -58,7 +57,6 @@ def say(state: State, info: EngineInfo, message: Command, now: float = 0.0) -> l
 def join(
     state: State, info: EngineInfo, now: float = 0.0, sequence: int = 0
 ) -> tuple[Joined, list[Action]]:
-    """Join, with whatever the shell looks at found in order."""
     message = Join(protocol=PROTOCOL_VERSION, engine=info, sequence=sequence)
     assert say(state, info, message, now) == [CheckTable(sender_of(info), message)]
     actions = decide(state, CheckResult(sender_of(info), message, None), now)

@@ -23,8 +23,6 @@ EPOCH = Epoch(0xE1)
 
 @dataclass
 class Rank:
-    """A fake process with one cache."""
-
     driver: FakeDriver
     address: int
     transport: CudaIpcTransport

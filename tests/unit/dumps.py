@@ -32,7 +32,6 @@ def hash_of(name: str) -> BlockHash:
 
 
 def chain_of(*names: str) -> tuple[list[BlockRecord], bytes]:
-    """Records for a chain, on blocks numbered by the first letter, and their parents."""
     records = [
         BlockRecord(hash_of(name), BlockId(ord(name[0]) - ord("a")), Generation(0), depth)
         for depth, name in enumerate(names)
@@ -42,8 +41,6 @@ def chain_of(*names: str) -> tuple[list[BlockRecord], bytes]:
 
 
 class Node(ServedNode):
-    """Engines whose dumps are looked at."""
-
     def engine(self, name: str, epoch: int, pid: int | None = None) -> Served:
         digest = bytes(range(32))
         return self.serve(name, epoch, num_ranks=2, fingerprint=digest, model="a-model", pid=pid)
@@ -103,7 +100,6 @@ def engine(report: dict, name: str) -> dict:
 
 @contextmanager
 def coordinator_of(node: ServedNode, *tables: AnyTable) -> Iterator[None]:
-    """Who hands out the tables of a roster."""
     by_epoch = {table.epoch: table for table in tables}
 
     def find(wanted: Request) -> int:
@@ -118,7 +114,7 @@ def coordinator_of(node: ServedNode, *tables: AnyTable) -> Iterator[None]:
 
 @contextmanager
 def silent_engine(node: ServedNode, epoch: int) -> Iterator[None]:
-    """One that is stopped: the kernel accepts connections for it, nobody answers."""
+    """One that is stopped: the kernel accepts connections for it, no one answers."""
     path = engine_socket(node.run_dir, node.namespace, epoch)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))

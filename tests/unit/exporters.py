@@ -26,8 +26,6 @@ HASHES = [hashlib.sha256(bytes([n])).digest() for n in range(200)]
 
 
 class Exporter:
-    """Another engine, as far as this one can see it: a slot table and its events."""
-
     def __init__(
         self,
         node: ServedNode,
@@ -64,7 +62,6 @@ class Exporter:
         return self.table.retract(list(blocks))[0]
 
     def end(self) -> None:
-        """Nobody hands its table out any more."""
         self._node.roster.pop(self.info.epoch, None)
         self.served.close()
 
@@ -86,11 +83,9 @@ class Clock:
 
 
 Make = Callable[..., Exporter]
-"""Creates an engine of the next epoch, 1 at first."""
 
 
 def offered(peers: Peers, content: int) -> list[tuple[int, int, int]]:
-    """(epoch, block, generation) that a lookup of one block names."""
     return [
         (run.peer.info.epoch, r.block_id, r.generation)
         for run in peers.lookup(HASHES, content, content + 1)

@@ -1,8 +1,4 @@
-"""Segments to be spoiled byte by byte, and everybody who reads them.
-
-A reader is tried as somebody who had the segment mapped before the byte was flipped, and as
-somebody who is handed it afterwards.
-"""
+"""Segments to be spoiled byte by byte, and everybody who reads them."""
 
 from __future__ import annotations
 
@@ -67,12 +63,10 @@ MANY = pack_records(record(block) for block in range(8, 64))
 """More than an index for 64 entries takes."""
 HASHES = [record(block).block_hash for block in range(BLOCKS)]
 LEASABLE = 7
-"""READY blocks of the table: the last one published is DRAINING."""
 SOME = [BlockId(block) for block in range(3)]
 
 
 def queue() -> Any:
-    """A queue of all blocks of the table, behind its head."""
     following = None
     for block in reversed(range(-1, BLOCKS)):
         following = SimpleNamespace(block_id=block, next_free_block=following)
@@ -80,7 +74,6 @@ def queue() -> Any:
 
 
 def make_table(namespace: str) -> AnyTable:
-    """A table in use: READY, leased and DRAINING blocks, counts, an error, a ticket."""
     spec = TableSpec(namespace, "fuzzed", BLOCKS, 16, RANKS, Fingerprint(bytes(range(32))), "m")
     table = AnyTable.create(spec, EPOCH)
     for rank in range(RANKS):
@@ -97,16 +90,12 @@ def make_table(namespace: str) -> AnyTable:
 
 
 def fill(replica: Replica) -> None:
-    """Entries of one engine, and a second engine without."""
     replica.apply(replica.add_row(Epoch(7), "other", 64, LeaseBit(2)), PUBLISHED)
     replica.add_row(Epoch(8), "third", BLOCKS, LeaseBit(4))
 
 
 class Subject:
-    """One segment: its sound contents, and the flipped ones that its readers find."""
-
     header_bytes: int
-    """Bytes of its header, without statistics."""
     statistics = range(0)
     """Where the header has numbers that only tools read."""
 
@@ -114,7 +103,6 @@ class Subject:
         self._segment = segment
         self.sound = self._contents = bytes(segment.buffer)
         self.spoiled = 0
-        """Offset of the byte that was flipped last."""
 
     def flip(self, offset: int, mask: int) -> None:
         contents = bytearray(self.sound)
@@ -122,7 +110,6 @@ class Subject:
         self.spoiled, self._contents = offset, bytes(contents)
 
     def write(self) -> None:
-        """Put the flipped contents there: readers may have changed something."""
         self._segment.buffer[:] = self._contents
 
     def readers(self) -> Readers:
@@ -266,7 +253,6 @@ class Index(Subject):
 
 
 def dump(run_dir: Path) -> None:
-    """The dump, as people and as programs read it, and the check."""
     report = build_report(run_dir, None, Filters(entries=True))
     list(render(report, everything=True))
     json.dumps(report)

@@ -14,7 +14,6 @@ from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading, No
 
 SECOND = 1_000_000_000
 START_NS = 1000 * SECOND
-"""CLOCK_MONOTONIC, and CLOCK_REALTIME, of second 0 of a node."""
 ALL_COUNTERS = {counter.label: 0 for counter in Counter.REGISTRY.values()}
 NOTHING_OBSERVED = {h.label: NO_VALUES for h in Histogram.REGISTRY.values()}
 
@@ -41,7 +40,6 @@ def engine(
     at: float = 0.0,
     **others: object,
 ) -> EngineReading:
-    """An engine that is well at second ``at``; named after its epoch."""
     now = START_NS + round(at * SECOND)
     loops = ("scheduler", "client", "loads of rank 0")
     fields = {
@@ -75,7 +73,6 @@ def engine(
 
 
 def node(*engines: EngineReading, at: float = 0.0, coordinated: bool = True) -> NodeReading:
-    """A look at second ``at``."""
     now = START_NS + round(at * SECOND)
     names = dict.fromkeys(each.namespace for each in engines)
     spaces = tuple(

@@ -13,7 +13,6 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 IMAGES = "IMAGE|python:3.11|tonistiigi/binfmt"
-"""What docker runs on the pages."""
 
 
 def check_pages(things: Callable[[Path], Iterator[tuple[str, bool]]]) -> None:

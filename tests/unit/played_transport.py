@@ -49,8 +49,6 @@ class PlayedMemory:
 
 
 class PlayedTransport:
-    """Attaches hang while ``hung`` holds their epoch, fail while ``broken`` does."""
-
     name = "played"
     late_writers = True
 

@@ -25,7 +25,7 @@ from kvshm.tools.node.reader import NodeReader
 SUBJECTS: dict[str, type[Subject]] = {"table": Table, "index": Index}
 REST_BYTES = 1000
 STATISTICS_STEP = 97
-"""Of the histograms and the like, which nobody but tools reads, one byte in so many is flipped."""
+"""Of the histograms and the like, which only tools read, one byte in this many is flipped."""
 FIELD_BYTES = 192
 """The first bytes of a header hold its numbers; of these every single bit is flipped, too."""
 HANG_SECONDS = 20.0

@@ -16,15 +16,10 @@ from kvshm.errors import SegmentNotFound
 
 
 class AnyTable(OwnSlotTable, RankSlotTable, PeerSlotTable, RosterSlotTable):
-    """A slot table for tests that play several processes on one mapping: it may do what its
-    engine, an importer and the coordinator may.  No process has it so."""
-
     from_fd = SlotTableView.__dict__["from_fd"]
 
 
 class Served:
-    """One engine in one epoch: its table and replica, and the socket that hands them out."""
-
     def __init__(
         self, run_dir: Path, table: AnyTable, namespace: str, replica: Replica | None = None
     ) -> None:
@@ -34,34 +29,29 @@ class Served:
         self._server: SegmentServer | None = serve_epoch(self.path, table, self.replica)
 
     def crash(self) -> None:
-        """Leave what a process leaves that is killed: a socket that nobody serves."""
+        """Leave what a process leaves that is killed: a socket that no one serves."""
         kept = self.path.with_name("kept")
         kept.hardlink_to(self.path)
         self.close()
         kept.rename(self.path)
 
     def close_server(self) -> None:
-        """Hand out nothing any more.  Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
     def close(self) -> None:
-        """Hand out nothing any more, and unmap.  Idempotent."""
         self.close_server()
         self.table.close()
         self.replica.close()
 
 
 class ServedNode:
-    """Engines of one namespace and run directory; ``close`` ends those that are left."""
-
     def __init__(self, run_dir: Path, namespace: str) -> None:
         self.run_dir, self.namespace = run_dir, namespace
         self.segments = SegmentClient(run_dir, namespace)
         self.engines: list[Served] = []
         self.roster: dict[int, AnyTable] = {}
-        """Whose tables are to be had where the coordinator hands them out."""
         self._coordinator: SegmentServer | None = None
 
     def serve(
@@ -74,7 +64,6 @@ class ServedNode:
         model: str = "",
         pid: int | None = None,
     ) -> Served:
-        """Begin an engine's epoch: a table with every life word 0, and an empty replica."""
         spec = TableSpec(
             self.namespace, engine, num_blocks, 16, num_ranks, Fingerprint(fingerprint), model
         )
@@ -102,12 +91,10 @@ class ServedNode:
 
 
 def fetched(segments: SegmentClient, epoch: int) -> AnyTable:
-    """An engine's table as ``SegmentClient`` fetches one, for a test that plays all roles."""
     return segments._table(AnyTable, segments._engine_socket(epoch), epoch)
 
 
 def again(table: OwnSlotTable, role: type[TableType] = AnyTable) -> TableType:
-    """A second mapping of a table, as another process in this role has it."""
     return role.from_fd(table.name, table.descriptor(role.WRITABLE))
 
 
@@ -119,5 +106,4 @@ def set_life(table: OwnSlotTable, rank: int = 0) -> None:
 
 
 def read_again(replica: Replica) -> ReplicaReader:
-    """A replica as another process reads it."""
     return ReplicaReader.from_fd(replica.name, replica.descriptor())

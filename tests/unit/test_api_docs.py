@@ -11,7 +11,6 @@ import api_page
 
 import kvshm
 from kvshm.config import SETTINGS
-from kvshm.coordinator.joining import MAX_OF_PROCESS
 
 from .pages import ROOT
 
@@ -22,12 +21,6 @@ CLASSES = [name for name in kvshm.__all__ if inspect.isclass(getattr(kvshm, name
 def test_the_committed_page_is_the_generated_one() -> None:
     generator: dict[str, Any] = runpy.run_path(str(ROOT / "docs/generate.py"))
     assert generator["api"](PAGE) == PAGE, "make docs"
-
-
-def test_the_most_engines_of_a_process_are_told_where_engines_join() -> None:
-    for where in ("docs/api.md", "docs/porting.md", "docs/deployment.md"):
-        text = " ".join((ROOT / where).read_text("utf-8").split())
-        assert f"At most {MAX_OF_PROCESS} engines of one process" in text, where
 
 
 def test_every_name_of_the_surface_has_its_section() -> None:
@@ -53,8 +46,3 @@ def missing(name: str) -> set[str]:
 def test_every_public_member_stands_in_its_section() -> None:
     assert len(CLASSES) > 10
     assert {name: missing(name) for name in CLASSES if missing(name)} == {}
-
-
-def test_what_is_internal_is_left_out() -> None:
-    assert "forget_in_child" not in PAGE
-    assert "Internal:" not in PAGE

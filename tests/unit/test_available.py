@@ -19,8 +19,6 @@ V2 = ("memory.max", "memory.current", "")
 
 
 class Tree:
-    """A machine's files as a process sees them."""
-
     def __init__(self, where: Path) -> None:
         self.proc, self.cgroups = where / "proc", where / "cgroup"
         (self.proc / "self").mkdir(parents=True)
@@ -155,7 +153,6 @@ LIMIT = 128 * MIB
 
 @pytest.fixture
 def limited() -> Iterator[Path]:
-    """The ``cgroup.procs`` of a group that may have LIMIT bytes."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     own = dict(line.split(":", 2)[1:] for line in lines)
     root = Path("/sys/fs/cgroup")
@@ -234,6 +231,5 @@ def test_in_a_container_too_small_there_is_a_sentence(
 
 @pytest.mark.multiprocess
 def test_what_is_said_to_be_available_can_be_had(limited: Path) -> None:
-    """All of it, and the kernel ends nobody."""
     done = in_group(limited, "take_all()")
     assert (done.returncode, done.stderr) == (0, "")

@@ -44,8 +44,6 @@ RECORDS = pack_records(
 
 
 class Node(ServedNode):
-    """A namespace in which an exporter and an importer share, and nothing is wrong."""
-
     def __init__(self, run_dir: Path, namespace: str) -> None:
         super().__init__(run_dir, namespace)
         self.exporter, self.importer = self.engine("exporter", 0xA), self.engine("importer", 0xB)
@@ -64,7 +62,6 @@ class Node(ServedNode):
         return engine
 
     def violations(self) -> list[str]:
-        """What is wrong, without the names' common parts; time passes in no time."""
         now = SimpleNamespace(seconds=0.0)
 
         def pause(seconds: float) -> None:
@@ -79,7 +76,6 @@ class Node(ServedNode):
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """Also with a coordinator."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         made = Node(Path(directory), new_namespace())
         with coordinator_of(made):
@@ -119,9 +115,9 @@ def test_a_sound_node_is_sound(node: Node, capsys: pytest.CaptureFixture[str]) -
 
 def test_nothing_to_check_is_status_1(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert node.run("--namespace", "none-such") == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "nothing of kvshm found to check"
-    assert [line.split(" (")[0] for line in told[1:]] == [
+    reported = capsys.readouterr().err.splitlines()
+    assert reported[0] == "nothing of kvshm found to check"
+    assert [line.split(" (")[0] for line in reported[1:]] == [
         "there is engine exporter",
         "there is engine importer",
     ]
@@ -149,7 +145,6 @@ PLANTED: dict[str, Callable[[Node], str]] = {}
 
 
 def planted(plant: Callable[[Node], str]) -> Callable[[Node], str]:
-    """A corruption; returns the line it must make."""
     PLANTED[plant.__name__] = plant
     return plant
 
@@ -167,7 +162,7 @@ def a_slot_in_no_state(node: Node) -> str:
 
 
 @planted
-def a_life_word_of_nobody(node: Node) -> str:
+def a_life_word_of_no_one(node: Node) -> str:
     put(node.table, LIFE_OFFSET, 0x77)
     return f"{SLOTS}: header: life of rank 0 is 0x77"
 
@@ -195,7 +190,7 @@ def fewer_blocks_than_there_is_room_for(node: Node) -> str:
 
 
 @planted
-def a_lease_nobody_holds(node: Node) -> str:
+def a_lease_no_one_holds(node: Node) -> str:
     node.table.lease(LeaseBit(9), RECORDS[96:144])
     return f"{SLOTS}: slot 2: leased by bit 9, which nobody holds"
 
@@ -266,16 +261,15 @@ def test_a_planted_corruption_is_found_and_named(node: Node, plant: Callable[[No
 def test_leases_of_the_dead_wait_for_the_next_coordinator(
     node: Node, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And where an engine stands still, the bit may be its own."""
     node.importer.crash()
     lines = [f"{SLOTS}: slot {block}: leased by bit 1, which nobody holds" for block in (0, 1)]
     assert node.violations() == lines
     with silent_engine(node, 0xE):
         assert node.run() == 0
-    told = capsys.readouterr().err
-    assert "warning: engine (epoch 000000000000000e): it does not answer: " in told
+    reported = capsys.readouterr().err
+    assert "warning: engine (epoch 000000000000000e): it does not answer: " in reported
     ended = "warning: engine (epoch 000000000000000b): its process has ended; the coordinator"
-    assert ended in told
+    assert ended in reported
 
 
 def test_what_cannot_be_read_is_a_violation(node: Node) -> None:
@@ -301,7 +295,6 @@ def test_what_has_changed_at_the_second_look_is_no_violation(node: Node) -> None
 
 
 def test_a_writer_at_work_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequence is odd at every look, but never the same: nothing is said."""
     put(node.index, COUNT_OFFSET, 11)
     load, count = _native.load, iter(range(1, 1 << 30, 2))
     monkeypatch.setattr(

@@ -87,7 +87,7 @@ def test_dump_index_names_a_bad_namespace_and_does_not_look_at_the_other_setting
     assert kvshm("dump-index", KVSHM_NAMESPACE="none-such", KVSHM_ROLE="reader").returncode == 1
 
 
-def test_a_wrong_command_line_is_told() -> None:
+def test_a_wrong_command_line_is_reported() -> None:
     for wrong in ([], ["drop"], ["config", "--all"]):
         done = kvshm(*wrong)
         assert done.returncode == 2
@@ -152,7 +152,7 @@ def test_neither_a_closed_output_nor_its_encoding_is_an_error(
         assert b"Traceback" not in done.stderr, done.stderr
 
 
-def test_arguments_that_cannot_be_used_are_told(subtests: pytest.Subtests) -> None:
+def test_arguments_that_cannot_be_used_are_reported(subtests: pytest.Subtests) -> None:
     for wrong in [
         "top --interval 1e10",
         "metrics --listen a..b:80",

@@ -86,7 +86,6 @@ class Listened:
 def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step would else have the client's thread compete with what delivers its tokens."""
     woken: list[int] = []
     monkeypatch.setattr("kvshm._native.wake", lambda fd, microseconds: woken.append(microseconds))
     monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
@@ -113,7 +112,6 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
 def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
     urgent: Callable[[CoordinatorClient], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose thread stops just before it sets the timer, and goes on when the other is through."""
     wake = _native.wake
 
     def stopped(fd: int, microseconds: int) -> None:
@@ -170,8 +168,6 @@ def test_who_leaves_wakes_the_thread_which_hands_over_what_is_queued_and_then_cl
 
 
 class Opened(Listened):
-    """A session that waits for nothing but the other threads."""
-
     def open(self, wake_fds: Collection[int], hand_over: object) -> None:
         self.poll = select.poll()
         for fd in wake_fds:
@@ -179,8 +175,6 @@ class Opened(Listened):
 
 
 class Leaving(Listened):
-    """A session that notes when it is closed."""
-
     def open(self, *given: object) -> None: ...
 
     def close(self) -> None:
@@ -244,11 +238,11 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     heard.clear()
     joined_at = session._due.last_heard
     clock.now += 1.0
-    told = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
-    session._on_broadcast(broadcast_frame(bytes(32), [told]))
+    reported = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
+    session._on_broadcast(broadcast_frame(bytes(32), [reported]))
     session._pass_on()
     assert (heard, session._due.last_heard) == ([], joined_at)
-    session._on_broadcast(broadcast_frame(INFO.fingerprint, [told]))
+    session._on_broadcast(broadcast_frame(INFO.fingerprint, [reported]))
     session._pass_on()
     assert len(heard) == 1
 

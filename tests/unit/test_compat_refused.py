@@ -130,7 +130,7 @@ def test_a_tensor_that_could_not_be_received_is_not_sent(pipe: KVPipe, tensor: A
         pipe.send_tensor(tensor, 0.0)
 
 
-def test_a_pipe_that_nobody_can_reach_sends_nothing(pipe: KVPipe) -> None:
+def test_a_pipe_that_no_one_can_reach_sends_nothing(pipe: KVPipe) -> None:
     for _ in range(2):
         with pytest.raises(PipeTimeout, match="KVSHM_SHARE=none"):
             pipe.send_tensor(b"", 60.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from enum import Enum
 
 import pytest
@@ -26,22 +26,6 @@ BAD_AT_IMPORT = {
     "KVSHM_TEST_SYNC_POINT": ["LEASED", "LEASED:never", "NOWHERE:stop"],
     "KVSHM_TEST_TIME_SCALE": ["fast", "0", "-1", "nan", "inf"],
 }
-"""Of the variables that are read before there are settings."""
-
-
-def test_defaults() -> None:
-    config = Config.from_env({"XDG_RUNTIME_DIR": "/run/u"})
-    assert (config.enable, config.run_dir) == (False, "")
-    assert (config.namespace, config.role, config.share) == ("default", Role.BOTH, Share.ALL)
-    assert (config.min_prefix_tokens, config.max_import_blocks) == ("auto", 16384)
-    assert (config.drain_budget_ms, config.join_wait_ms) == (1.0, 1000.0)
-    assert (config.fault, config.strict, config.verify) == (None, False, False)
-    assert (config.staging, config.beside, config.untested) == (False, False, False)
-    assert (config.transport, config.log_level) == ("auto", "INFO")
-    assert (config.log_format, config.log_file) == (LogFormat.TEXT, "")
-    assert (config.given, config.warnings) == (frozenset(), ())
-    public = {f.name for f in fields(Config) if not f.name.startswith("_")}
-    assert public == {setting.field for setting in SETTINGS}
 
 
 def test_what_a_loader_knows_stays_with_the_settings() -> None:
@@ -204,13 +188,13 @@ def test_plugins_that_leave_kvshm_out_are_warned_about(subtests: pytest.Subtests
 
 def test_describe_names_value_and_origin() -> None:
     environ = {"KVSHM_VERIFY": "1", "XDG_RUNTIME_DIR": "/run/u"}
-    told = {name: (value, origin) for name, value, origin in list_settings(environ)}
-    assert list(told) == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
-    assert told["KVSHM_CONFIG"] == (None, "default")
-    assert told["KVSHM_VERIFY"] == ("1", "environment")
-    assert told["KVSHM_ROLE"] == ("both", "default")
-    assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
-    assert told["KVSHM_FAULT"] == (None, "default")
+    reported = {name: (value, origin) for name, value, origin in list_settings(environ)}
+    assert list(reported) == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
+    assert reported["KVSHM_CONFIG"] == (None, "default")
+    assert reported["KVSHM_VERIFY"] == ("1", "environment")
+    assert reported["KVSHM_ROLE"] == ("both", "default")
+    assert reported["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
+    assert reported["KVSHM_FAULT"] == (None, "default")
     (run_dir,) = [d for d in list_settings({}) if d[0] == "KVSHM_RUN_DIR"]
     assert run_dir[1:] == (f"/tmp/kvshm-{os.geteuid()}", "default")
 

@@ -24,12 +24,10 @@ TOO_LATE = {"enable", "untested"}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the file of settings."""
     return tmp_path_factory.mktemp("settings") / "kvshm.toml"
 
 
 def toml(value: Any) -> str:
-    """A value as TOML has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -38,7 +36,6 @@ def toml(value: Any) -> str:
 
 
 def in_file(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Write a file; return the environment that names it."""
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in settings.items()))
     return {"KVSHM_CONFIG": str(path)}
 
@@ -52,14 +49,12 @@ def outcome(read: Callable[[], Config], called: str) -> Config | str:
 
 
 def every_value(setting: Setting) -> st.SearchStrategy[tuple[Setting, str]]:
-    """A setting with any text that a variable can have."""
     known = st.sampled_from(GOOD[setting.name] + BAD[setting.name])
     text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     return st.tuples(st.just(setting), known | text)
 
 
 def examples(test: Any) -> Any:
-    """The test, also with each of the known values."""
     for setting in SETTINGS:
         for text in GOOD[setting.name] + BAD[setting.name]:
             test = example(case=(setting, text))(test)
@@ -150,14 +145,16 @@ def test_the_first_source_that_says_something_counts(path: Path) -> None:
 def test_each_value_is_shown_with_its_origin(path: Path) -> None:
     environ = in_file(path, {"namespace": "n", "verify": True, "role": "producer", "share": ""})
     environ |= {"KVSHM_ROLE": "consumer", "KVSHM_STAGING": "1", "XDG_RUNTIME_DIR": "/run/u"}
-    told = {n: (value, origin) for n, value, origin in list_settings(environ, {"staging": False})}
-    assert told["KVSHM_CONFIG"] == (str(path), "environment")
-    assert told["KVSHM_NAMESPACE"] == ("n", f"file {path}")
-    assert told["KVSHM_VERIFY"] == ("1", f"file {path}")
-    assert told["KVSHM_ROLE"] == ("consumer", "environment")
-    assert told["KVSHM_STAGING"] == ("0", "kv_connector_extra_config")
-    assert told["KVSHM_SHARE"] == ("all", "default")
-    assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
+    reported = {
+        n: (value, origin) for n, value, origin in list_settings(environ, {"staging": False})
+    }
+    assert reported["KVSHM_CONFIG"] == (str(path), "environment")
+    assert reported["KVSHM_NAMESPACE"] == ("n", f"file {path}")
+    assert reported["KVSHM_VERIFY"] == ("1", f"file {path}")
+    assert reported["KVSHM_ROLE"] == ("consumer", "environment")
+    assert reported["KVSHM_STAGING"] == ("0", "kv_connector_extra_config")
+    assert reported["KVSHM_SHARE"] == ("all", "default")
+    assert reported["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_silence_is_suspicion_and_a_word_ends_it() -> None:
     assert say(state, engine(5), Heartbeat(epoch=5, sequence=0), now=16.5) == []
 
 
-def test_a_stopped_coordinator_suspects_nobody() -> None:
+def test_a_stopped_coordinator_suspects_no_one() -> None:
     state = new_state()
     join(state, engine(5), now=0.0)
     decide(state, ClockTick(), 0.5)
@@ -66,7 +66,7 @@ def test_a_stopped_coordinator_suspects_nobody() -> None:
     assert all(isinstance(m, Tick) for m in published(decide(state, ClockTick(), 102.0)))
 
 
-def test_time_in_which_the_coordinator_stood_still_is_nobodys_silence() -> None:
+def test_time_in_which_the_coordinator_stood_still_is_no_ones_silence() -> None:
     """Less of it than an engine may be silent: the heartbeats of that time are yet to be read."""
     state = new_state()
     decide(state, ClockTick(), 10.0)
@@ -92,7 +92,7 @@ def test_a_suspect_that_joins_again_has_recovered() -> None:
 # -- ends
 
 
-def test_a_death_is_told_before_its_leases_are_swept() -> None:
+def test_a_death_is_reported_before_its_leases_are_swept() -> None:
     state = new_state()
     join(state, engine(5))
     join(state, engine(6))
@@ -104,7 +104,7 @@ def test_a_death_is_told_before_its_leases_are_swept() -> None:
     assert actions[-1] == SweepFiles()
     assert len(actions) == 4
     assert set(state.engines) == {6}
-    # Its workers may hold leases: only when nobody has the table are they swept for good.
+    # Its workers may hold leases: only when no one has the table are they swept for good.
     assert join(state, engine(7))[0].lease_bit == 2
     assert decide(state, TableUnused(5), 0.0) == [SweepBits(1 << 0), ReleaseTable(5)]
 
@@ -212,7 +212,7 @@ def test_who_presents_a_bit_that_is_taken_gets_another_that_is_swept() -> None:
     assert only(actions, SweepBits) == [SweepBits(1 << LAST)]
 
 
-def test_bits_of_nobody_are_swept_once_after_a_grace_period() -> None:
+def test_bits_of_no_one_are_swept_once_after_a_grace_period() -> None:
     state = new_state(grace_over=False)
     decide(state, ClockTick(), 100.0)
     join(state, engine(5, lease_bit=0), now=100.0)
@@ -251,7 +251,6 @@ def logged(actions: list[Action]) -> list[tuple[str, object]]:
 
 
 def with_workers() -> tuple[State, EngineInfo, list[Action]]:
-    """An engine of its own process and two workers, one of which has ended at 1.0."""
     state, info = new_state(), engine(5, ranks=(6, 7))
     join(state, info)
     return state, info, decide(state, ProcessDeath(5, owner=False), 1.0)

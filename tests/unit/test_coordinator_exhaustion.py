@@ -22,12 +22,9 @@ from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
 
 LIMIT = 4000
 AT_ONCE, LOW = 3000, 1920
-"""Three quarters of LIMIT; a sixteenth below MAX_DESCRIPTORS."""
 
 
 class Process:
-    """A process as the bounds see it."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.limit, self.used, self.memory, self.now = LIMIT, 10, 0, 0.0
         monkeypatch.setattr(resource, "getrlimit", lambda _: (self.limit, self.limit))

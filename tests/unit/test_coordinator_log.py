@@ -71,7 +71,6 @@ def read_until(read: int, end: str) -> list[str]:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_unread_lines_wait_in_their_order(pipe: tuple[int, int], blocking: bool) -> None:
-    """Also where another program has made stderr non-blocking."""
     read, write = pipe
     os.set_blocking(write, blocking)
     lines = queue_to(write)
@@ -126,7 +125,7 @@ def test_lines_without_a_reader_are_dropped(pipe: tuple[int, int]) -> None:
     assert time.monotonic() - begin < PATIENCE_SECONDS
 
 
-def test_last_line_gives_up_where_nobody_reads(pipe: tuple[int, int]) -> None:
+def test_last_line_gives_up_where_no_one_reads(pipe: tuple[int, int]) -> None:
     _, write = pipe
     os.write(write, bytes(PAGE))
     lines, writer = _Lines("coordinator", as_json=False), _Descriptor(write)
@@ -140,7 +139,7 @@ def test_last_line_gives_up_where_nobody_reads(pipe: tuple[int, int]) -> None:
     writer.write("never", until=time.monotonic())
 
 
-def test_lines_go_to_the_file_again_although_nobody_reads_stderr(tmp_path: Path) -> None:
+def test_lines_go_to_the_file_again_although_no_one_reads_stderr(tmp_path: Path) -> None:
     """A line that the file did not take is not waited for on stderr."""
     script = tmp_path / "log.py"
     script.write_text(FULL_FILE)

@@ -44,26 +44,20 @@ DEAD_BEFORE = -1
 
 @dataclass
 class Process:
-    """An engine's process, as it is: ``told`` is what the socket makes of its pid."""
+    """An engine's process, as it is: ``seen_as`` is what the socket makes of its pid."""
 
-    told: int
+    seen_as: int
     bit: int = -1
-    """That of its last epoch."""
     tables: set[int] = field(default_factory=set)
-    """Epochs whose tables it has."""
 
 
 class Anything(RuleBasedStateMachine):
-    """Engines come, go, die and join again in any order, in few processes, beside a new
-    coordinator or a restarted one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.state = new_state()
-        self.processes = {p: Process(told=p if p <= 4 else INVISIBLE) for p in range(1, 8)}
+        self.processes = {p: Process(seen_as=p if p <= 4 else INVISIBLE) for p in range(1, 8)}
         self.next_epoch, self.now = 100, 0.0
         self.infos: dict[int, tuple[int, EngineInfo]] = {}
-        """Epoch -> its process, and what it says of itself."""
         self.dirty: list[set[int]] = [set() for _ in range(NUM_LEASE_BITS)]
         """Bit -> processes that may have leases with it in some slot."""
         self.known: set[int] = set()
@@ -116,7 +110,7 @@ class Anything(RuleBasedStateMachine):
             process.tables.add(info.epoch)
         else:
             info = known[0]
-        sender = Sender(b"route%d" % number, UID, process.told)
+        sender = Sender(b"route%d" % number, UID, process.seen_as)
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
         actions = decide(self.state, CheckResult(sender, join, None), self.now)
         [reply] = [a.message for a in actions if isinstance(a, SendReply)]
@@ -140,7 +134,7 @@ class Anything(RuleBasedStateMachine):
     @rule(data=st.data())
     def engine_leaves(self, data: st.DataObject) -> None:
         number, info = self.infos[data.draw(st.sampled_from(sorted(self.state.engines)))]
-        sender = Sender(b"", UID, self.processes[number].told)
+        sender = Sender(b"", UID, self.processes[number].seen_as)
         self.obey(decide(self.state, EngineMessage(sender, Leave(epoch=info.epoch)), self.now))
 
     @precondition(lambda self: any(p.tables for p in self.processes.values()))

@@ -112,8 +112,8 @@ def test_topics_are_numbered_apart_and_incompatible_engines_named_most_alike_fir
         ("e6", {"weights": ("1", "2"), "extra": ("y", "")}),
         ("e5", {"model": ("m", "x"), "weights": ("1", "9"), "extra": ("y", "")}),
     ]
-    told = {topic: message.engine for topic, message in only(actions, SendBroadcast)[1:]}
-    assert told == {
+    reported = {topic: message.engine for topic, message in only(actions, SendBroadcast)[1:]}
+    assert reported == {
         b"5" * 32: IncompatibleEngine(
             "e8", 8, {"model": ("x", "m"), "weights": ("9", "1"), "extra": ("", "y")}
         ),
@@ -221,7 +221,7 @@ def test_what_an_engine_calls_itself_decides_nothing() -> None:
     assert [line.event.id for line in only(actions, Log)] == ["leave"]
 
 
-def test_engines_that_cannot_be_told_apart_by_their_pids_get_bits_apart() -> None:
+def test_engines_that_cannot_be_distinguished_by_their_pids_get_bits_apart() -> None:
     """In pid namespaces that cannot be seen from here, all of them are pid 0."""
     state = new_state()
     ended, present = (engine(epoch, pid=1) for epoch in (5, 6))
@@ -321,7 +321,7 @@ def test_events_that_are_repeated_cut_or_anothers_are_dropped() -> None:
     [Events(epoch=5, sequence=1, records=RECORD), Heartbeat(epoch=5, sequence=1)],
     ids=["events", "heartbeat"],
 )
-def test_who_is_not_in_the_roster_is_told_to_join_first(message: Command) -> None:
+def test_who_is_not_in_the_roster_is_asked_to_join_first(message: Command) -> None:
     state = new_state()
     reply = JoinFirst(coordinator_epoch=1, engine_epoch=5)
     assert say(state, engine(5), message) == [SendReply(b"route5", reply)]
@@ -348,7 +348,7 @@ def test_garbage_is_logged_once_per_sender() -> None:
     assert len(state.reports) <= 1000
 
 
-def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:
+def test_who_sends_a_malformed_join_is_reported_what_is_wrong_with_it() -> None:
     state, own = new_state(), ForeignJoin(PROTOCOL_VERSION, ForeignEngine(5, "e5"))
     lines = []
     for n in range(3):

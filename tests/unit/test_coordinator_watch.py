@@ -1,4 +1,4 @@
-"""The coordinator's watch over processes: the kernel tells of their deaths, nobody else."""
+"""The coordinator's watch over processes: the kernel tells of their deaths, no one else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start(served: ServedNode) -> Iterator[Start]:
-    """Starts a process that has the table of the epoch."""
     started = []
 
     def begin(script: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -84,8 +83,6 @@ def start(served: ServedNode) -> Iterator[Start]:
 
 
 class Watched:
-    """The tables of one coordinator that has the epoch of one engine."""
-
     def __init__(self, served: ServedNode, pid: int) -> None:
         self.tables = Tables(served.run_dir, served.namespace, Clock())
         self._pid = pid
@@ -112,7 +109,6 @@ class Watched:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("script", [ENGINE, MUTE], ids=["with a pulse", "without one"])
 def test_an_engines_death_is_heard_at_once(served: ServedNode, start: Start, script: str) -> None:
-    """Also that of one which never showed a pulse, as none of ours does."""
     owner = start(script)
     watched = Watched(served, owner.pid)
     assert watched.look() == []

@@ -79,7 +79,7 @@ def test_a_copy_holds_its_memory_until_it_has_ended_and_no_longer(copier):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_who_waits_stops_when_told_to_and_copies_all_else(monkeypatch, cancelled):
+def test_who_waits_stops_when_asked_to_and_copies_all_else(monkeypatch, cancelled):
     monkeypatch.setattr(copier_module, "PART_BYTES", 2)
     made, memory = plan([0, 1, 2, 3], [4, 5, 6, 7])
     copy = BlockCopy(made)
@@ -112,7 +112,6 @@ def test_who_waits_and_is_not_stopped_copies_everything_past_the_queue(monkeypat
 
 
 def test_who_waits_for_a_copy_out_of_shared_memory_makes_it_itself(tmp_path):
-    """The copy thread is busy: nobody waits for it."""
     regions = [Region(0, 4096, 4096, 4)]
     own, peer = (
         PosixShmTransport(PosixShmTransport.allocate(4 * 4096), regions, 0, tmp_path / name)

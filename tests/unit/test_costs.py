@@ -18,7 +18,6 @@ MEGABYTE = 1_000_000
 
 
 def measured(per_token: float, latency: float, per_byte: float) -> Costs:
-    """Estimates of an engine that has run prefills, decodes and loads."""
     costs = Costs()
     for _ in range(20):
         for tokens in (1, 8, 500, 2000):
@@ -172,7 +171,6 @@ def test_a_slow_first_step_of_its_size_is_forgotten_with_the_next(tokens: int) -
 
 @pytest.mark.parametrize("seconds", [0.05, 2.0, 60.0])
 def test_one_slow_load_does_not_end_importing(seconds: float) -> None:
-    """The first one, which touches new memory, or a later one: the process was stopped."""
     new, used = measured(70e-6, 3e-4, 2e-10), measured(70e-6, 3e-4, 2e-10)
     new._loads, new._loaded = LinearFit(), 0
     for costs in (new, used):

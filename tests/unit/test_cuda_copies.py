@@ -93,7 +93,6 @@ def test_a_copy_that_could_not_be_begun_writes_nothing_afterwards(
 def test_a_rank_closes_though_its_gpu_has_failed(
     node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part is given back, even if another one cannot be."""
     one, two = node.rank(), node.rank()
     two.transport.attach(wire(one.transport.export(EPOCH)))
     two.transport.export(EPOCH)
@@ -242,7 +241,7 @@ def test_buffers_are_not_used_again_if_their_copy_could_not_be_waited_for(
     """Its kernel may still run: not every error ends the context."""
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    copies, told = two.transport.copy_stream, threading.Event()
+    copies, reported = two.transport.copy_stream, threading.Event()
 
     def fail_and_refuse(_: object) -> None:
         two.driver.failing = True
@@ -253,8 +252,8 @@ def test_buffers_are_not_used_again_if_their_copy_could_not_be_waited_for(
     monkeypatch.setattr(two.driver, "synchronize_event", fail_and_refuse)
     with two.driver.hold(copies.stream):
         copy = attachment.begin_copy([BlockId(1)], [BlockId(1)])
-        copy.when_ended(told.set)
-        assert told.wait(30)
+        copy.when_ended(reported.set)
+        assert reported.wait(30)
         assert copy.state is CopyState.FAILED
         assert copy.buffers not in copies._free
 

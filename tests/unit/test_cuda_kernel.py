@@ -61,7 +61,6 @@ print(json.dumps({
 
 
 def answer(program: str, arguments: object, tmp_path: Path, **environment: str) -> object:
-    """Run a program with a fresh cache; what it printed."""
     ran = subprocess.run(
         [sys.executable, "-c", program, json.dumps(arguments)],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment},

@@ -136,7 +136,7 @@ def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
         threads[0].start()
         asked, _ = listening.accept()
         with asked:
-            asked.recv(4096)  # the request is here, and nobody answers it
+            asked.recv(4096)  # the request is here, and no one answers it
             threads[1].start()
             assert ended.wait(30)
     for thread in threads:
@@ -146,7 +146,6 @@ def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
 
 
 def open_on(path: str) -> int:
-    """How many of this process's descriptors are of that file."""
     found = os.listdir("/proc/self/fd")
     return sum(os.path.realpath(f"/proc/self/fd/{number}") == path for number in found)
 
@@ -206,7 +205,6 @@ def test_two_threads_that_want_one_allocation_open_it_once(
 def test_memory_that_is_being_unmapped_is_opened_anew_only_afterwards(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing may wait for the device, and must stop nobody but who wants the same memory."""
     one, other, two = node.rank(), node.rank(), node.rank()
     descriptor = wire(one.transport.export(EPOCH))
     closing, go_on = threading.Event(), threading.Event()

@@ -86,7 +86,6 @@ def test_the_error_that_ended_a_mapping_is_the_one_that_is_reported(
 
 
 def refusal(name: str) -> Any:
-    """A call of the driver that fails."""
     from cuda.bindings import driver as cu
 
     def call(*_: object) -> tuple[Any]:
@@ -146,7 +145,6 @@ def test_without_triton_the_kernel_is_refused_by_name(
 
 
 def mapped_as(address: int) -> str:
-    """The rights of this process's mapping that begins at an address; empty if there is none."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{address:x}-")), "")
 

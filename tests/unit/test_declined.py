@@ -37,9 +37,9 @@ def forgotten() -> Iterator[None]:
 
 
 def record(run_dir: Path, engine: str = "e", reason: str = "no blocks") -> Declined:
-    told = declined_now(engine, "m", reason, on_purpose=False)
-    record_declined(str(run_dir), SPACE, told)
-    return told
+    reported = declined_now(engine, "m", reason, on_purpose=False)
+    record_declined(str(run_dir), SPACE, reported)
+    return reported
 
 
 def names(run_dir: Path) -> list[str]:
@@ -47,8 +47,8 @@ def names(run_dir: Path) -> list[str]:
 
 
 def test_a_record_is_read_while_its_process_lives(run_dir: Path) -> None:
-    told = record(run_dir)
-    assert list_declined(run_dir, SPACE) == list_declined(run_dir, None) == [(SPACE, told)]
+    reported = record(run_dir)
+    assert list_declined(run_dir, SPACE) == list_declined(run_dir, None) == [(SPACE, reported)]
     assert list_declined(run_dir, "other") == []
     assert left_declined(run_dir, SPACE) == []
     (name,) = names(run_dir)
@@ -59,7 +59,7 @@ def test_a_later_reason_takes_the_place_of_the_earlier(run_dir: Path) -> None:
     record(run_dir, reason="first")
     record(run_dir, reason="second")
     record(run_dir, engine="f")
-    assert [told.reason for _, told in list_declined(run_dir, SPACE)].count("second") == 1
+    assert [reported.reason for _, reported in list_declined(run_dir, SPACE)].count("second") == 1
     assert len(names(run_dir)) == 2
 
 
@@ -72,8 +72,8 @@ def test_it_goes_when_the_engine_shares_after_all(run_dir: Path) -> None:
 
 def test_long_texts_are_cut(run_dir: Path) -> None:
     record(run_dir, reason="é" * 100_000)
-    ((_, told),) = list_declined(run_dir, SPACE)
-    assert told.reason == "é" * 500
+    ((_, reported),) = list_declined(run_dir, SPACE)
+    assert reported.reason == "é" * 500
 
 
 DIES = r"""
@@ -94,7 +94,7 @@ def test_the_record_of_a_killed_process_is_dead_and_cleared(run_dir: Path) -> No
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout is not None
         assert {one.stdout.readline(), one.stdout.readline()} == {"child\n", "recorded\n"}
-        assert [told.on_purpose for _, told in list_declined(run_dir, SPACE)] == [True]
+        assert [reported.on_purpose for _, reported in list_declined(run_dir, SPACE)] == [True]
         one.kill()
         one.wait()
         assert list_declined(run_dir, SPACE) == []
@@ -148,7 +148,9 @@ def test_a_look_at_the_node_shows_them(run_dir: Path) -> None:
         reading = reader.read()
     (space,) = reading.namespaces
     assert (space.name, space.coordinated) == (SPACE, False)
-    assert {told.engine: (told.reason, told.on_purpose) for told in space.declined} == {
+    assert {
+        reported.engine: (reported.reason, reported.on_purpose) for reported in space.declined
+    } == {
         "e": ("prefix caching is off", False),
         "f": ("KVSHM_SHARE=none", True),
     }
@@ -157,16 +159,16 @@ def test_a_look_at_the_node_shows_them(run_dir: Path) -> None:
 
 def test_texts_that_would_disturb_a_terminal_or_an_encoding_are_made_plain(run_dir: Path) -> None:
     record(run_dir, reason="a\x1b[31m\nb\udcff")
-    ((_, told),) = list_declined(run_dir, SPACE)
-    assert told.reason == "a [31m b "
+    ((_, reported),) = list_declined(run_dir, SPACE)
+    assert reported.reason == "a [31m b "
     (name,) = names(run_dir)
-    changed = msgspec.structs.replace(told, reason="a\x1b\n", pid_namespace=1)
+    changed = msgspec.structs.replace(reported, reason="a\x1b\n", pid_namespace=1)
     (run_dir / name).write_bytes(msgspec.json.encode(changed))  # by another program
-    ((_, told),) = list_declined(run_dir, SPACE)
-    assert (told.reason, told.is_here) == ("a  ", False)
+    ((_, reported),) = list_declined(run_dir, SPACE)
+    assert (reported.reason, reported.is_here) == ("a  ", False)
 
 
-def test_engines_told_not_to_share_are_no_fault_also_in_a_container(
+def test_engines_asked_not_to_share_are_no_fault_also_in_a_container(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--run-dir", str(run_dir), "--here"]

@@ -19,14 +19,12 @@ from .pages import PAGES, ROOT, check_pages, options, spans
 VARIABLES = {setting.name for setting in SETTINGS}
 VARIABLES |= {FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE}
 INJECTED = {"KVSHM_PORT", "KVSHM_SERVICE_HOST"}
-"""By Kubernetes."""
 
 COMMAND = re.compile(
     r"^(?:\w+=\S* )*"
     r"(kvshm-coordinator|python -m kvshm[\w.]*|kvshm(?: kv)?(?: [a-z][\w-]*)?)(?![\w.-])(.*)"
 )
 RESULTS = {"KVSHM_GPU_RESULTS"}
-"""Of benchmarks/gpu_suite.py, which is no part of the product."""
 MODULES = {
     "kvshm-coordinator": ("kvshm.coordinator",),
     "kvshm": ("kvshm.tools.cli",),

@@ -24,11 +24,9 @@ HELPS = {
     "pip wheel": (*PIP, "wheel", "--help"),
     "systemctl": ("systemctl", "--help"),
 }
-"""How a program says what it knows."""
 
 
 def environ() -> dict[str, str]:
-    """This environment without what a make that started the tests has put there."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("KVSHM_", "MAKE", "MFLAGS"))}
 
 
@@ -55,8 +53,8 @@ def makefiles() -> str:
 def make_targets() -> set[str]:
     """What make knows as targets that are no files, as make itself says."""
     # 1: something would have to be made.
-    told = subprocess.run(["make", "-qp", "help"], cwd=ROOT, capture_output=True, text=True)
-    (phony,) = re.findall(r"^\.PHONY: (.*)", told.stdout, re.MULTILINE)
+    reported = subprocess.run(["make", "-qp", "help"], cwd=ROOT, capture_output=True, text=True)
+    (phony,) = re.findall(r"^\.PHONY: (.*)", reported.stdout, re.MULTILINE)
     return set(phony.split())
 
 

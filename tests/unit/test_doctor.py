@@ -102,7 +102,6 @@ def test_little_memory_is_a_problem(served: ServedNode, monkeypatch: pytest.Monk
 
 
 def test_memory_files_that_cannot_be_made_are_a_problem(served: ServedNode) -> None:
-    """In a process that may open no file more."""
     program = (
         "import resource\n"
         "from kvshm.tools.doctor import checks, machine\n"
@@ -131,7 +130,7 @@ def test_the_last_remove_ipc_counts(
     assert machine.remove_ipc(seen) == (Result.OK, "RemoveIPC=no")
 
 
-def test_divided_gpus_and_gpus_for_one_process_are_told(served: ServedNode) -> None:
+def test_divided_gpus_and_gpus_for_one_process_are_reported(served: ServedNode) -> None:
     seen = look(served)
     assert devices.mig(replace(seen, gpus=None)).result is Result.NOT_APPLICABLE
     good = replace(seen, gpus="0, H100, Disabled, Default\n1, H100, Disabled, Default")
@@ -179,7 +178,7 @@ def test_a_network_file_system_is_a_problem(served: ServedNode, tmp_path: Path) 
     assert (found.result, "(nfs4)" in found.text) == (Result.PROBLEM, True)
 
 
-def test_run_directories_of_other_users_are_told(served: ServedNode, tmp_path: Path) -> None:
+def test_run_directories_of_other_users_are_reported(served: ServedNode, tmp_path: Path) -> None:
     (tmp_path / "kvshm-7").mkdir()
     seen = replace(look(served), tmp=tmp_path, processes=Processes((), 3))
     assert place.users(seen).result is Result.OK
@@ -189,17 +188,17 @@ def test_run_directories_of_other_users_are_told(served: ServedNode, tmp_path: P
     assert place.users(seen).text.startswith(f"{tmp_path}/kvshm-7 belongs to uid 7")
 
 
-def test_an_engine_that_declines_is_a_problem_unless_it_was_told_to(served: ServedNode) -> None:
+def test_an_engine_that_declines_is_a_problem_unless_it_was_asked_to(served: ServedNode) -> None:
     assert engines.declined(look(served)).result is Result.OK
     for on_purpose, wanted in ((True, Result.OK), (False, Result.PROBLEM)):
-        told = declined_now("e", "m", "dtype fp9 cannot be shared", on_purpose=on_purpose)
-        record_declined(str(served.run_dir), served.namespace, told)
+        reported = declined_now("e", "m", "dtype fp9 cannot be shared", on_purpose=on_purpose)
+        record_declined(str(served.run_dir), served.namespace, reported)
         found = engines.declined(look(served))
         assert found == (wanted, f"e (pid {os.getpid()}): dtype fp9 cannot be shared")
     forget_declined("e")
 
 
-def test_files_of_dead_processes_are_told(served: ServedNode) -> None:
+def test_files_of_dead_processes_are_reported(served: ServedNode) -> None:
     engine = served.serve("a", 1)
     assert place.leftovers(look(served)).result is Result.OK
     engine.crash()
@@ -226,7 +225,7 @@ def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
 # -- engines
 
 
-def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
+def test_what_engines_logged_is_reported(served: ServedNode, two: tuple[Served, Served]) -> None:
     values = "is fp8 here, auto there"
     two[0].table.log_error("b", "kv_dtype", values, code=ErrorCode.CANNOT_SHARE)
     mismatch = VersionMismatch("protocol", 4, 3)
@@ -239,8 +238,8 @@ def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Serv
         "a: cannot share with b: kv_dtype is fp8 here, auto there",
     )
     assert engines.versions(seen).result is Result.PROBLEM
-    told = "b: refused: upgrade kvshm in the coordinator's environment to 9.0, restart it; "
-    assert engines.versions(seen).text.startswith(told)
+    reported = "b: refused: upgrade kvshm in the coordinator's environment to 9.0, restart it; "
+    assert engines.versions(seen).text.startswith(reported)
     since = with_engines(seen, b={"joined": True})
     assert engines.versions(since).result is Result.OK
 
@@ -284,7 +283,7 @@ def test_a_missing_coordinator_is_a_problem(served: ServedNode, two: tuple[Serve
         assert engines.coordinator(look(served)) == (Result.OK, "it answers")
 
 
-def test_a_replica_that_lags_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
+def test_a_replica_that_lags_is_reported(served: ServedNode, two: tuple[Served, Served]) -> None:
     seen = look(served)
     late = PeerReading("b", Epoch(2), suspected=False, entries=1, lacking=7, lag_seconds=4.0)
     found = engines.replica_lag(with_engines(seen, a={"peers": (late,)}))
@@ -292,7 +291,7 @@ def test_a_replica_that_lags_is_told(served: ServedNode, two: tuple[Served, Serv
     assert engines.replica_lag(seen).result is Result.OK
 
 
-def test_clocks_that_cannot_be_compared_are_told(
+def test_clocks_that_cannot_be_compared_are_reported(
     served: ServedNode, two: tuple[Served, Served]
 ) -> None:
     seen = look(served)
@@ -326,7 +325,7 @@ def test_a_bundle_for_which_the_disk_has_no_room_leaves_no_file(
     assert not file.exists()
 
 
-def test_equal_pids_are_told_and_other_namespaces_where_there_are_gpus(
+def test_equal_pids_are_reported_and_other_namespaces_where_there_are_gpus(
     served: ServedNode, two: tuple[Served, Served]
 ) -> None:
     seen = with_engines(look(served), a={"pid_here": 11}, b={"pid_here": 12})
@@ -343,20 +342,20 @@ def test_equal_pids_are_told_and_other_namespaces_where_there_are_gpus(
 
 
 @pytest.mark.parametrize(
-    ("path", "speed", "result", "told"),
+    ("path", "speed", "result", "reported"),
     [
         (CopyPath.NVLINK, 80, Result.OK, "a from b by nvlink at 86 GB/s"),
         (CopyPath.NVLINK, 10, Result.WARNING, "a from b: nvlink at 11 GB/s, 10 times slower"),
         (CopyPath.STAGED, 10, Result.WARNING, "a from b: staged: through host memory"),
     ],
 )
-def test_a_slow_path_is_told_with_both_engines(
+def test_a_slow_path_is_reported_with_both_engines(
     served: ServedNode,
     two: tuple[Served, Served],
     path: CopyPath,
     speed: float,
     result: Result,
-    told: str,
+    reported: str,
 ) -> None:
     seen = look(served)
     assert engines.copy_paths(seen).result is Result.NOT_APPLICABLE
@@ -364,4 +363,4 @@ def test_a_slow_path_is_told_with_both_engines(
     found = engines.copy_paths(
         with_engines(seen, **{n: {"traffic": t} for n, t in traffic.items()})
     )
-    assert (found.result, told in found.text) == (result, True), found.text
+    assert (found.result, reported in found.text) == (result, True), found.text

@@ -33,7 +33,7 @@ def test_of_the_dead_the_sockets_are_named_with_what_to_do(dumped, busy, capsys)
         assert line + "the coordinator clears up" in capsys.readouterr().out
 
 
-def test_with_nobody_alive_what_is_left_is_said_and_status_1(dumped, capsys):
+def test_with_no_one_alive_what_is_left_is_said_and_status_1(dumped, capsys):
     dumped.engine("gone", 0xF).crash()
     assert dumped.run() == 1
     streams = capsys.readouterr()

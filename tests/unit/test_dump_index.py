@@ -6,11 +6,15 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import kvshm
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.statistics import (
@@ -104,7 +108,7 @@ def test_of_two_engines_with_one_bit_the_living_one_holds_it(dumped, busy):
     assert blocks[0]["holders"][0]["engine"] == "importer"
 
 
-def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
+def test_a_bit_no_one_claims_has_an_unknown_holder(dumped):
     table = dumped.engine("lonely", 1).table
     records, parents = chain_of("a")
     table.publish(pack_records(records), parents)
@@ -116,7 +120,7 @@ def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
     assert "unknown (bit 9)" in "".join(render(build_report(dumped.run_dir, None, Filters())))
 
 
-def test_chains_are_told_by_their_last_block_the_longest_first(dumped, busy):
+def test_chains_are_reported_by_their_last_block_the_longest_first(dumped, busy):
     chains = engine(dumped.report(), "exporter")["chains"]
     assert [(c["tip"], c["length"], c["depth"], c["complete"]) for c in chains] == [
         (3, 4, 3, True),
@@ -310,3 +314,26 @@ def test_a_run_directory_that_cannot_be_one_is_status_2_with_a_sentence(place, c
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvshm dump: ")
     assert place in line
+
+
+FILE = Path(dump_index.__file__).parents[2] / "tools" / "dump_index.py"
+WITHOUT = (
+    "import sys, runpy; "
+    "sys.modules.update(dict.fromkeys(['torch', 'vllm', 'zmq', 'numpy'])); "
+    "runpy.run_module('kvshm.tools.dump_index', run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [(str(FILE),), ("-c", WITHOUT)],
+    ids=["as a file", "without torch, vLLM and a socket library"],
+)
+def test_it_runs_in_a_process_of_its_own(dumped, busy, how):
+    place = ("--run-dir", str(dumped.run_dir), "--namespace", dumped.namespace)
+    environ = {**os.environ, "PYTHONPATH": str(Path(kvshm.__file__).parents[1])}
+    command = [sys.executable, *how, *place, "--json"]
+    done = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (space,) = json.loads(done.stdout)["namespaces"]
+    assert engine(space, "exporter")["pid"] == os.getpid()

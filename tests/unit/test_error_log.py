@@ -70,7 +70,6 @@ def test_a_code_of_another_version_is_unknown(table: AnyTable, number: int) -> N
 
 
 def test_no_entry_however_damaged_keeps_others_from_being_read(table: AnyTable) -> None:
-    """Any bytes: torn by two writers, or written by a process that should not."""
     size, draw = NUM_ERRORS * ERROR_BYTES, random.Random(1)
     for code in range(9):
         for parts in (b"", b"\0", b"\0\0\0\0x", b"{}\0{0}\0%s", b"\xff" * TEXT_BYTES):

@@ -25,7 +25,7 @@ from kvshm._node.protocol import (
 )
 from kvshm._node.updates import EventBatches, EventsLost
 
-from ..told import all_told
+from ..update_names import all_named
 
 OWN = 1000
 
@@ -66,7 +66,7 @@ def order_at(sequence: int, **engines: int) -> EventOrder:
 
 
 def news_of(order: EventOrder) -> list[tuple[Any, ...]]:
-    return all_told(order.take_updates())
+    return all_named(order.take_updates())
 
 
 def events(sequence: int, engine_sequence: int, epoch: int = 7) -> EngineEvents:
@@ -109,7 +109,7 @@ def test_broadcasts_follow_each_other_or_tell_a_gap() -> None:
     assert news_of(order) == [("engine_events", [(7, b"2")])]
 
 
-def test_gaps_of_one_engine_are_told_and_its_events_together() -> None:
+def test_gaps_of_one_engine_are_reported_and_its_events_together() -> None:
     order = order_at(5, e7=1)
     assert order.receive(events(6, 3)) is Verdict.MEMBER
     assert order.receive(events(7, 3)) is Verdict.MEMBER
@@ -145,7 +145,7 @@ def test_of_a_frame_what_is_not_the_next_is_left_to_take() -> None:
     assert order.last_events == {7: 3, 8: 1}
 
 
-def test_so_many_events_are_to_be_taken_before_more_arrive() -> None:
+def test_many_events_are_to_be_taken_before_more_arrive() -> None:
     order = order_at(0, e7=0)
     assert not order.full
     big = msgspec.structs.replace(events(1, 1), records=bytes(MAX_KEPT_BYTES + 1))
@@ -219,12 +219,10 @@ class Anything(RuleBasedStateMachine):
         self.coordinator = 1
         self.sequence = 0
         self.truth: dict[int, set[int]] = {}
-        """Epoch -> blocks in its slot table."""
         self.sent: dict[int, int] = {}
         self.next_epoch = 1
         self.replica: dict[int, set[int]] = {}
         self.lost: set[int] = set()
-        """Of which the table is yet to be scanned."""
         self.order = EventOrder()
         self.join()
 
@@ -291,7 +289,6 @@ class Anything(RuleBasedStateMachine):
 
     @rule()
     def coordinator_restarts(self) -> None:
-        """Everybody joins the new one, this engine first."""
         self.coordinator += 1
         self.sequence = 0
         self.order.begin(joined(0, self.coordinator))

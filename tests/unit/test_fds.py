@@ -103,7 +103,7 @@ def test_a_raising_answer_is_an_end_without_answer_and_the_server_lives(path, me
     server.close()
 
 
-def test_why_nobody_can_be_accepted_is_said_once_for_each_cause(
+def test_why_no_one_can_be_accepted_is_said_once_for_each_cause(
     path, serve, memory, caplog, monkeypatch
 ):
     causes = iter([errno.EMFILE, errno.EMFILE, errno.ENFILE, errno.EMFILE, errno.ENFILE])
@@ -117,9 +117,9 @@ def test_why_nobody_can_be_accepted_is_said_once_for_each_cause(
     monkeypatch.setattr(socket.socket, "accept", short)
     serve(memory)
     close_all(fetch(path, b"at last", PATIENCE)[1])
-    told = [r.getMessage() for r in caplog.records if "cannot accept" in r.getMessage()]
-    assert len(told) == 2
-    assert all(path in line for line in told)
+    reported = [r.getMessage() for r in caplog.records if "cannot accept" in r.getMessage()]
+    assert len(reported) == 2
+    assert all(path in line for line in reported)
 
 
 def test_garbage_silent_and_dying_peers_cost_the_others_nothing(path, serve, memory):
@@ -216,7 +216,6 @@ def test_close_removes_its_own_socket_only(path, serve):
 
 
 def test_a_forked_child_serves_nothing_and_removes_nothing(path, memory):
-    """The parent dies by SIGKILL while its forked child lives on: the socket is dead."""
     script = """
 import os, signal, sys
 from kvshm._shm.fd_server import FdServer
@@ -305,7 +304,6 @@ def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, m
 
 
 def test_a_forked_child_holds_no_connection_open(path):
-    """The parent dies by SIGKILL while its forked child lives on: whoever reads from it knows."""
     code = f"""
 import os, signal
 from kvshm._shm.fd_server import FdServer
@@ -348,7 +346,7 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     assert not os.path.lexists(path)
 
 
-def test_a_server_may_keep_nobody(path, monkeypatch):
+def test_a_server_may_keep_no_one(path, monkeypatch):
     server = FdServer(path, lambda request: (b"answer", []), max_kept=0)
     reply, _, connection = fetch_keep_open(path, b"x", PATIENCE)
     assert reply == b"answer"

@@ -30,7 +30,7 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
     assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
 
 
-def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
+def test_a_directory_in_place_of_a_socket_is_reported_once(path, serve, monkeypatch, caplog):
     looks = []
     monkeypatch.setattr(FdServer, "_select_timeout", lambda self: looks.append(1) or 0.02)
     monkeypatch.setattr("kvshm._shm.fd_server.CHECK_SECONDS", 3600.0)

@@ -90,7 +90,6 @@ def cache(place: Path, clock: Clock) -> Iterator[SchedulerHalf]:
 
 
 def opening(cache: SchedulerHalf, asked: list[float], clock: Clock) -> Callable[[], None]:
-    """An epoch begins with what is returned; the client's thread has its sockets."""
     running, ready = threading.Event(), threading.Event()
 
     def fields() -> dict[str, str] | None:
@@ -126,8 +125,8 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
     clock.now += 0.1
     until(lambda: cache.epoch_state)
     assert not cache.failed
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert sum("not sharing the prefix cache" in line for line in told) == 1
+    reported = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("not sharing the prefix cache" in line for line in reported) == 1
 
 
 def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(

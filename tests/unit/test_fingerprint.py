@@ -35,10 +35,10 @@ def test_the_border_between_name_and_value_counts() -> None:
 
 def test_another_process_computes_the_same() -> None:
     code = f"from kvshm._base.fingerprint import *; print(fingerprint({SOME!r}).hex())"
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
-    assert told.strip() == fingerprint(SOME).hex()
+    assert reported.strip() == fingerprint(SOME).hex()
 
 
 def test_each_field_counts_and_is_named(subtests: pytest.Subtests) -> None:

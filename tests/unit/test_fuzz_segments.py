@@ -1,8 +1,4 @@
-"""Any byte of a segment may be wrong: whoever reads it gets an exception or a miss.
-
-The readers run in processes of their own (segment_fuzzer.py), so that a crash or a hang in C
-is seen here, with the offset of the byte that caused it.
-"""
+"""Any byte of a segment may be wrong: whoever reads it gets an exception or a miss."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ PARTS = 2
 
 
 class Outcome:
-    """How one process of the fuzzer ended."""
-
     def __init__(self, ended: subprocess.CompletedProcess[str]) -> None:
         lines = ended.stdout.splitlines()
         flips = [line for line in lines if re.fullmatch(r"\d+ \^ 0x[0-9a-f]+", line)]

@@ -287,8 +287,6 @@ def test_peers_are_asked_for_blocks_of_a_group(peers: Peers, exporter: Make, clo
 
 
 def grouped_node(dumped: Node) -> None:
-    """An engine with a chain of two blocks in group 0 and again in group 2, whose peer knows them,
-    and has yet to hear that the engine has reused block 25."""
     owner, peer = dumped.engine("owner", 0xA), dumped.engine("peer", 0xB)
     row = peer.replica.add_row(Epoch(0xA), "owner", 26, LeaseBit(0))
     for group in (0, 2):
@@ -313,10 +311,10 @@ def test_a_dump_has_the_groups_of_blocks_chains_and_entries(dumped: Node) -> Non
     ]  # fmt: skip
     chains = [(chain["tip"], chain["length"], chain["group"]) for chain in owner["chains"]]
     assert chains == [(1, 2, 0), (21, 2, 2), (25, 1, 2)]
-    told = {e["block_id"]: (e["group"], e["hash_prefix"]) for e in replica["entries"]}
+    reported = {e["block_id"]: (e["group"], e["hash_prefix"]) for e in replica["entries"]}
     a, b = (hash_of(name)[:8].hex() for name in "ab")
     tag = tag_in_group(hash_of("c"), 2).to_bytes(8, "little").hex()
-    assert told == {0: (0, a), 1: (0, b), 20: (2, a), 21: (2, b), 25: (None, tag)}
+    assert reported == {0: (0, a), 1: (0, b), 20: (2, a), 21: (2, b), 25: (None, tag)}
     found = dumped.report(block_hash=b"b".hex())["replicas"]
     assert [sorted(e["block_id"] for e in one["entries"]) for one in found] == [[1, 21]]
 

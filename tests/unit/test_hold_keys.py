@@ -23,7 +23,6 @@ Peer = Callable[..., Exporter]
 
 @pytest.fixture
 def cache(served: ServedNode) -> Iterator[SchedulerHalf]:
-    """A cache in its first epoch."""
     config = Config.from_env({"KVSHM_NAMESPACE": served.namespace})
     cache = SchedulerHalf(config, EngineSpec("me", "model", 32, 16), served.run_dir)
     begin_epoch(cache)
@@ -34,7 +33,6 @@ def cache(served: ServedNode) -> Iterator[SchedulerHalf]:
 
 @pytest.fixture
 def peer(cache: SchedulerHalf, served: ServedNode) -> Peer:
-    """Makes engines that have published these contents, and that the cache knows."""
     made: list[Exporter] = []
 
     def make(*contents: int, shift: int = 0) -> Exporter:
@@ -48,7 +46,6 @@ def peer(cache: SchedulerHalf, served: ServedNode) -> Peer:
 
 
 def own(cache: SchedulerHalf, *contents: int) -> None:
-    """The cache's engine has published these; block ``n`` has content ``n``."""
     records = [BlockRecord(HASHES[n], n, 0, n) for n in contents]
     cache.table.publish(pack_records(records), bytes(8 * len(contents)))
     cached = {HASHES[n]: BlockId(n) for n in range(32)}

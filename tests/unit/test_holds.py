@@ -21,7 +21,7 @@ from kvshm._shm.layout import (
     pack_records,
     unpack_records,
 )
-from kvshm._shm.slot_table import LEASE_SECONDS
+from kvshm._shm.slot_table import LEASE_SECONDS, PeerSlotTable
 
 from ..waiting import NanosecondClock as Clock
 from .served import AnyTable, again
@@ -45,7 +45,6 @@ def table(clock: Clock) -> Iterator[AnyTable]:
 
 
 def kept(table: AnyTable) -> set[int]:
-    """Blocks that count as leased or held."""
     first = None
     for block in reversed(range(table.num_blocks)):
         first = Free(block, next_free_block=first)
@@ -57,8 +56,6 @@ def kept(table: AnyTable) -> set[int]:
 
 @dataclass
 class Free:
-    """A block in a queue of free ones."""
-
     block_id: int
     block_hash: bytes | None = None
     ref_cnt: int = 0
@@ -151,7 +148,7 @@ def test_a_hold_that_begins_within_a_second_is_not_cut_by_it(table: AnyTable, cl
 
 
 @pytest.mark.parametrize("seconds", [MAX_HOLD_SECONDS, 1e9, math.inf])
-def test_nobody_holds_for_more_than_an_hour(table: AnyTable, clock: Clock, seconds: float) -> None:
+def test_no_one_holds_for_more_than_an_hour(table: AnyTable, clock: Clock, seconds: float) -> None:
     clock.now += SECOND // 2
     assert table.hold(publish(table, 1), seconds) == 1
     assert kept(table) == {1}
@@ -312,7 +309,7 @@ def test_a_lease_cuts_no_hold_short(table: AnyTable, clock: Clock) -> None:
 
 def test_a_hold_of_another_mapping_is_seen_at_once(table: AnyTable, clock: Clock) -> None:
     records = publish(table, 4)
-    other = again(table)
+    other = again(table, PeerSlotTable)
     other._clock = clock
     assert other.hold(records, 3) == 1
     other.close()
@@ -327,8 +324,6 @@ def test_a_hold_of_another_mapping_is_seen_at_once(table: AnyTable, clock: Clock
 
 
 class Slotted:
-    """As vLLM's blocks: attributes in slots."""
-
     __slots__ = ("_block_hash", "block_id", "next_free_block", "ref_cnt")
     _block_hash: object
 

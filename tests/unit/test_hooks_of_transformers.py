@@ -1,4 +1,4 @@
-"""kvshm.hooks.transformers rests on the public surface alone, and nobody else imports it."""
+"""kvshm.hooks.transformers rests on the public surface alone, and no one else imports it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ def ends() -> Iterator[Ends]:
 
 
 def next_of(incoming: MessageReader, router: zmq.Socket[bytes]) -> tuple[list[bytes], int, int]:
-    """The next message, how many parts it is said to have, and how often had to be asked."""
     asked = 1
     while (message := incoming.receive(router)) is None:
         asked += 1

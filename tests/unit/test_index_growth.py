@@ -104,7 +104,6 @@ def test_the_tombstones_survive_growth(replica: Replica, row: int) -> None:
 
 
 def full_shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From here on no segment can be created; gives the names that were tried."""
     tried: list[str] = []
 
     def create(name: str, nbytes: int) -> segments.Segment:

@@ -40,8 +40,6 @@ def tag_of(block_hash: bytes) -> int:
 
 
 class Engine:
-    """An exporter: its slots, and every event it has sent in this epoch."""
-
     def __init__(self, row: int, epoch: int) -> None:
         self.row, self.epoch = row, epoch
         self.generation = [0] * NUM_BLOCKS
@@ -67,15 +65,12 @@ class Scan(NamedTuple):
 
 
 class Model:
-    """What the index must hold: (row, block) -> (generation, kind, tag)."""
-
     def __init__(self, capacity: int, grows: bool) -> None:
         self.heard: dict[tuple[int, int], tuple[int, RecordKind, int]] = {}
         self.capacity = capacity
         self.grows = grows
 
     def published(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(row, block) -> (generation, tag) of the entries there must be."""
         return {k: (g, tag) for k, (g, kind, tag) in self.heard.items() if kind is PUBLISH}
 
     def apply(self, row: int, record: BlockRecord) -> None:
@@ -186,7 +181,6 @@ class GrowingIndex(RuleBasedStateMachine):
 
     @rule(engine=engines, block=blocks)
     def forget(self, engine: int, block: int) -> None:
-        """A lease failed."""
         e = self.engines[engine]
         generation, tag = self.model.published().get((e.row, block), (None, 0))
         if generation is not None:
@@ -267,8 +261,6 @@ class GrowingIndex(RuleBasedStateMachine):
 
 
 class FullIndex(GrowingIndex):
-    """The same, but shared memory has no room to grow: publishes are refused."""
-
     grows = False
 
 

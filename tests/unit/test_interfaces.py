@@ -19,7 +19,6 @@ BROKEN = (
     "renamed = other_package_transport:NoMore",
     "old = other_package_transport:ProcMemory",
 )
-"""Transports that cannot be imported, and one that does not say for which devices it works."""
 
 
 @pytest.fixture
@@ -48,19 +47,19 @@ def test_a_transport_of_another_package_is_chosen_by_its_name(other: None) -> No
 
 
 def test_a_name_that_is_not_installed_is_named_with_those_that_are() -> None:
-    told = (
+    reported = (
         r"^KVSHM_TRANSPORT='procfs' is not an installed transport \(installed: cuda_ipc, "
         r"loopback, posix_shm\); correct it, .* or unset it for the default \(auto\)$"
     )
     for ask in (check_installed, lambda name: choose_transport(name, "cpu")):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             ask("procfs")
     with pytest.raises(TransportError, match="no transport 'procfs'"):
         load_transport("procfs")
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "told"),
+    ("name", "device", "reported"),
     [
         ("cuda_ipc", "cpu", "KVSHM_TRANSPORT=cuda_ipc is for KV caches on cuda, not cpu"),
         ("cuda_ipc", "rocm", "KVSHM_TRANSPORT=cuda_ipc is for KV caches on cuda, not rocm"),
@@ -72,10 +71,10 @@ def test_a_name_that_is_not_installed_is_named_with_those_that_are() -> None:
     ],
 )
 def test_a_transport_that_does_not_work_here_is_named(
-    other: None, name: str, device: str, told: str
+    other: None, name: str, device: str, reported: str
 ) -> None:
     check_installed(name)
-    with pytest.raises(TransportError, match=f"^{told}"):
+    with pytest.raises(TransportError, match=f"^{reported}"):
         choose_transport(name, device)
 
 

@@ -47,7 +47,7 @@ def join(memory: Any, **how: Any) -> Node:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ({"block_size": 0}, "tokens of a block"),
         ({"groups": [kvshm.Group(0, 8, scale=2)]}, "one key for each block"),
@@ -94,16 +94,16 @@ def join(memory: Any, **how: Any) -> Node:
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(
-    memory: Any, how: dict[str, Any], told: str
+    memory: Any, how: dict[str, Any], reported: str
 ) -> None:
     before = open_files()
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=reported):
         join(**{"memory": memory, **how})
     assert not left_open(before)
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "reported"),
     [
         ({"engine": ""}, "'engine' of the identity is ''; give text"),
         ({"model": None}, "'model' of the identity is None"),
@@ -125,10 +125,10 @@ def test_arguments_that_cannot_be_meant_are_refused(
     ],
 )
 def test_an_identity_is_text_under_names_of_its_own(
-    memory: Any, field: dict[str, Any], told: str
+    memory: Any, field: dict[str, Any], reported: str
 ) -> None:
     given: dict[str, Any] = {"engine": "toy 1", "model": "m", "weights": "w"} | field
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=reported):
         join(memory, identity=Identity(**given))
 
 
@@ -217,9 +217,9 @@ def test_a_timeout_is_in_seconds(memory: Any, timeout: Any) -> None:
                 wait(timeout)
 
 
-def check_alone(node: Node, told: str, caplog: pytest.LogCaptureFixture) -> None:
+def check_alone(node: Node, reported: str, caplog: pytest.LogCaptureFixture) -> None:
     """It behaves as an engine that finds nothing, and says why."""
-    assert told in node.refusal
+    assert reported in node.refusal
     (line,) = [line for line in caplog.messages if "not sharing the prefix cache" in line]
     assert node.refusal in line
     assert not node.joined

@@ -92,10 +92,10 @@ def test_who_has_nothing_to_offer_is_not_awaited(
         handler.apply(update)
     assert not handler.knows_roster(OWN)
     about = {"coordinator_epoch": 1, "sequence": 1, "epoch": a.info.epoch}
-    told: Update = (
+    reported: Update = (
         EngineGone(**about, reason="left") if kind == "gone" else EngineSuspected(**about)
     )
-    handler.apply(told)
+    handler.apply(reported)
     assert handler.knows_roster(OWN)
 
 

@@ -37,10 +37,10 @@ SIZES = [[4, 8], [4, 8]]
 
 def description(**changed: Any) -> Description:
     blocks = [BlockKey(key, bytes(8), depth, 0) for depth, key in enumerate(KEYS)]
-    told = {"fields": FIELDS, "engine": "e", "model": "m", "block_size": 16, "regions": SIZES}
+    reported = {"fields": FIELDS, "engine": "e", "model": "m", "block_size": 16, "regions": SIZES}
     sums = [checksums(rank) for rank in arrays()]
-    told |= {"blocks": blocks, "checksums": sums, **changed}
-    return Description(fingerprint=fingerprint(told["fields"]), **told)
+    reported |= {"blocks": blocks, "checksums": sums, **changed}
+    return Description(fingerprint=fingerprint(reported["fields"]), **reported)
 
 
 @pytest.fixture
@@ -215,8 +215,10 @@ LIES: dict[str, dict[str, str | None]] = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_file_that_lies_is_refused(tmp_path: Path, lie: dict[str, str | None]) -> None:
-    told = {**description().metadata(), **lie}
-    save_file(tensors(), tmp_path / "f", metadata={k: v for k, v in told.items() if v is not None})
+    reported = {**description().metadata(), **lie}
+    save_file(
+        tensors(), tmp_path / "f", metadata={k: v for k, v in reported.items() if v is not None}
+    )
     with pytest.raises(BlockFileError, match=f"{tmp_path}/f is no file of kvshm's blocks: "):
         BlockFile(tmp_path / "f")
 
@@ -294,7 +296,6 @@ def test_a_command_names_the_file_that_it_cannot_use(
 
 
 def with_holes(path: Path, size: int) -> None:
-    """A file that states, and has, more bytes than there is memory."""
     block = BlockKey(KEYS[0], bytes(8), 0, 0)
     what = description(regions=[[size]], blocks=[block], checksums=[[0]])
     tensor = {"dtype": "U8", "shape": [1, size], "data_offsets": [0, size]}
@@ -320,7 +321,7 @@ _WITH_LESS_MEMORY = """if True:
 
 
 @pytest.mark.parametrize(("verb", "status"), [("serve", 1), ("compare", 2)])
-def test_a_file_larger_than_the_address_space_is_told(
+def test_a_file_larger_than_the_address_space_is_reported(
     verb: str, status: int, tmp_path: Path, short: Path
 ) -> None:
     with_holes(tmp_path / "f", 1 << 40)
@@ -337,7 +338,6 @@ def test_a_file_larger_than_the_address_space_is_told(
 
 
 def test_a_damaged_block_is_not_served(tmp_path: Path, short: Path) -> None:
-    """Bytes of blocks that have changed on the disk: the rest of the file is as it was."""
     path = tmp_path / "f"
     block_file.write(path, description(), arrays(), force=False)
     with closing(FileEngine(BlockFile(path), Config(), short)):
@@ -372,7 +372,9 @@ def test_a_file_of_another_layout_is_not_served() -> None:
         ["compare", "a", "b", "--dtype", "int4"],
     ],
 )
-def test_a_wrong_command_line_is_told(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_reported(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         status = cli.main(["kv", *wrong])
     except SystemExit as exc:
@@ -389,5 +391,5 @@ def test_without_its_libraries_the_command_says_how_to_get_them(
 
     monkeypatch.setitem(command.VERBS, "compare", missing)
     assert cli.main(["kv", "compare", "a", "b"]) == 2
-    told = "kvshm kv compare needs safetensors: pip install 'kvshm[kv]'\n"
-    assert capsys.readouterr().err == told
+    reported = "kvshm kv compare needs safetensors: pip install 'kvshm[kv]'\n"
+    assert capsys.readouterr().err == reported

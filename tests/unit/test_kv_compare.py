@@ -127,11 +127,12 @@ def test_the_format_is_that_of_the_fields(subtests: pytest.Subtests) -> None:
 
 
 def write(path: Path, rows: dict[int, list[float]], **fields: str) -> Path:
-    """A file with a block for each key."""
-    told = {"kv_dtype": "auto", "dtype": "torch.float32", **fields}
+    reported = {"kv_dtype": "auto", "dtype": "torch.float32", **fields}
     keys = [BlockKey(bytes([key]) * 32, bytes(8), 0, 0) for key in rows]
     width = 4 * len(next(iter(rows.values())))
-    what = Description(fingerprint(told), told, "e", "m", 16, [[width]], keys, [[0] * len(keys)])
+    what = Description(
+        fingerprint(reported), reported, "e", "m", 16, [[width]], keys, [[0] * len(keys)]
+    )
     data = numpy.stack([raw(row, "float32") for row in rows.values()])
     block_file.write(path, what, [[data]], force=False)
     return path
@@ -145,10 +146,10 @@ def test_blocks_are_paired_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[
     a = write(tmp_path / "a", {1: [1.0, 1.0], 2: [2.0, 2.0], 3: [3.0, 3.0], 4: [0.0, 0.0]})
     b = write(tmp_path / "b", {3: [3.0, 3.0], 9: [9.0, 9.0], 1: [1.0, 1.5], 2: [2.0, 2.0]})
     assert compared(a, b, "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["equal"], told["dtype"], told["blocks"]) == (False, "float32", 3)
-    assert (told["only_in_a"], told["only_in_b"]) == (1, 1)
-    (measured,) = told["tensors"].values()
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["equal"], reported["dtype"], reported["blocks"]) == (False, "float32", 3)
+    assert (reported["only_in_a"], reported["only_in_b"]) == (1, 1)
+    (measured,) = reported["tensors"].values()
     assert measured["numbers"] == 6
     assert measured["max_abs"] == 0.5
     assert measured["mean_abs"] == pytest.approx(0.5 / 6)
@@ -168,7 +169,7 @@ def test_equal_files_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert measured["snr_db"] is None  # infinite
 
 
-def test_what_cannot_be_compared_is_told(
+def test_what_cannot_be_compared_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = write(tmp_path / "a", {1: [1.0]}), write(tmp_path / "b", {2: [1.0]})
@@ -185,19 +186,19 @@ def test_what_cannot_be_compared_is_told(
     assert "different sizes or regions" in capsys.readouterr().err
 
 
-def test_bytes_that_are_no_numbers_of_the_format_are_told(
+def test_bytes_that_are_no_numbers_of_the_format_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = {"dtype": "float32"}
+    reported = {"dtype": "float32"}
     block = BlockKey(bytes(32), bytes(8), 0, 0)
-    what = Description(fingerprint(told), told, "e", "m", 16, [[6]], [block], [[0]])
+    what = Description(fingerprint(reported), reported, "e", "m", 16, [[6]], [block], [[0]])
     block_file.write(tmp_path / "a", what, [[numpy.zeros((1, 6), numpy.uint8)]], force=False)
     assert compared(tmp_path / "a", tmp_path / "a") == 2
     assert "no numbers of float32" in capsys.readouterr().err
     assert compared(tmp_path / "a", tmp_path / "a", "--dtype", "bfloat16") == 0
 
 
-def test_memory_that_ends_while_comparing_is_told(
+def test_memory_that_ends_while_comparing_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

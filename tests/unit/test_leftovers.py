@@ -33,7 +33,6 @@ def entries(node: ServedNode) -> set[str]:
 
 
 def left_socket(path: Path) -> None:
-    """A socket whose process has ended."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))
 
@@ -85,7 +84,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
-def test_what_is_no_socket_is_served_by_nobody_and_never_waited_for(
+def test_what_is_no_socket_is_served_by_no_one_and_never_waited_for(
     served: ServedNode, make: Callable[[Path], object]
 ) -> None:
     paths = [

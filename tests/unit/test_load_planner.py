@@ -52,7 +52,6 @@ TARGETS = (BlockId(3), BlockId(4))
 
 @pytest.fixture
 def cache(served: ServedNode) -> Iterator[SchedulerHalf]:
-    """A cache in its first epoch; without a coordinator, which it does not need for that."""
     config = Config.from_env({"KVSHM_NAMESPACE": served.namespace})
     cache = SchedulerHalf(config, EngineSpec("me", "model", 8, 16), served.run_dir)
     begin_epoch(cache)
@@ -277,7 +276,6 @@ SEVERAL = Groups([Group(0, 16), Group(1, 16, window=40), Group(2, 16, window=40)
 
 
 def hold_in_groups(cache: SchedulerHalf, served: ServedNode, hashes: int) -> None:
-    """The engine has several groups; a peer holds so many blocks of each."""
     cache.planner.search.groups = SEVERAL
     peer = Exporter(served, 1, "e", regions=[Region(0, 128, 64, 64)])
     places = [(g.number, i) for g in SEVERAL.all for i in range(hashes)]
@@ -296,7 +294,6 @@ def use_setting(cache: SchedulerHalf, name: str, value: int) -> None:
 def test_the_most_that_is_imported_counts_blocks_of_one_group_behind_the_local_hit(
     cache: SchedulerHalf, served: ServedNode
 ) -> None:
-    """A part would be of no use: what needs more is computed."""
     hold_in_groups(cache, served, 12)
     use_setting(cache, "MAX_IMPORT_BLOCKS", 4)
     assert cache.planner.lookup(HASHES, 2, 7) is None

@@ -22,8 +22,6 @@ TEXT = LineFormatter("engine", as_json=False)
 
 
 class Log:
-    """A log file, and what went elsewhere."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.elsewhere: list[str] = []
@@ -145,7 +143,7 @@ def test_a_wrong_path_stops_the_start(tmp_path: Path, wrong: str) -> None:
     assert str(error.value).endswith("correct it, or leave it out to log without a file")
 
 
-def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_that_no_one_reads_holds_no_one_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     log = Log(tmp_path / "pipe")
     log.write("one")
@@ -184,7 +182,6 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were opened, one after the other."""
     opened: list[str] = []
     original = LogFile._open
 

@@ -29,7 +29,6 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
-    """Yield the calls of methods of a logger with these names."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "_log"), attr=name)):

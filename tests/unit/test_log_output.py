@@ -19,7 +19,6 @@ OURS, VLLM = logging.getLogger("vllm.kvshm"), logging.getLogger("vllm")
 
 
 def configure(stream: io.StringIO) -> None:
-    """What vLLM does at its start, and again in each of its processes."""
     handler = {"class": "logging.StreamHandler", "formatter": "plain", "level": "INFO"}
     dictConfig(
         {
@@ -34,7 +33,6 @@ def configure(stream: io.StringIO) -> None:
 
 @pytest.fixture
 def shown() -> Iterator[io.StringIO]:
-    """The stream of vLLM's log."""
     before = VLLM.handlers, VLLM.level, VLLM.propagate, OURS.level
     stream = io.StringIO()
     configure(stream)
@@ -127,7 +125,7 @@ def test_another_choice_replaces_the_one_before(shown: io.StringIO, tmp_path: Pa
     assert (tmp_path / "a").read_text() + (tmp_path / "b").read_text() == ""
 
 
-def test_a_program_without_vllm_shows_them_as_it_was_told(
+def test_a_program_without_vllm_shows_them_as_it_was_asked(
     shown: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
     VLLM.handlers = []
@@ -163,7 +161,6 @@ def test_lines_beyond_a_bound_are_left_out_and_counted() -> None:
 
 
 def test_every_line_of_an_engine_counts(shown: io.StringIO) -> None:
-    """Of all modules together, and what is said of the others is not left out itself."""
     start_log("INFO")
     logger("kvshm")  # the logger that also says it
     for number in range(150):

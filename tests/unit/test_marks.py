@@ -21,8 +21,6 @@ CHAIN = [bytes([index]) * 32 for index in range(1, 6)]
 
 @dataclass
 class PoolBlock:
-    """What marks ask of vLLM's block objects."""
-
     block_id: int
     block_hash: bytes | None = None
     ref_cnt: int = 1
@@ -47,8 +45,6 @@ class Slotted:
 
 
 class Elsewhere(Slotted):
-    """A later one that keeps its hash somewhere else: what stands in the old place is not it."""
-
     __slots__ = ("_other",)
 
     def __init__(self, block_id: int) -> None:
@@ -92,7 +88,6 @@ def pool(request: pytest.FixtureRequest) -> list[Block]:
 
 
 def hashed(pool: list[Block], *blocks: int) -> list[Block]:
-    """Their table, hashed as one chain."""
     for index, block in enumerate(blocks):
         pool[block].block_hash = CHAIN[index] + GROUP
     return [pool[block] for block in blocks]
@@ -231,7 +226,7 @@ def test_a_block_that_does_not_exist_is_an_error(table: AnyTable, block: int) ->
     assert marks.sound([PoolBlock(0)], 1) == 0
 
 
-def test_runs_that_change_while_they_are_published_harm_nobody(table: AnyTable) -> None:
+def test_runs_that_change_while_they_are_published_harm_no_one(table: AnyTable) -> None:
     """What a block says may be told by Python code, which may do anything."""
     marks = Marks(8)
     blocks = [PoolBlock(n) for n in range(3)]

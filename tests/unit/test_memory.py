@@ -73,8 +73,6 @@ def test_more_memory_than_there_is_names_needed_and_available():
     "refused", [(os, "memfd_create"), (os, "posix_fallocate"), (mmap, "mmap"), (fcntl, "fcntl")]
 )
 def test_a_kernel_that_refuses_is_a_transport_error(monkeypatch, refused):
-    """Whatever it refuses, as the system call filter of a container does."""
-
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 

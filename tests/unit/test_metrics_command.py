@@ -61,8 +61,8 @@ def test_engines_of_one_namespace_or_of_all(served: ServedNode) -> None:
     labels = f'engine="first",model="a \\\\ model",namespace="{served.namespace}"'
     assert f"\nkvshm_lookups_total{{{labels}}} 0.0\n" in done.stdout
     elsewhere = metrics(*place, "--namespace", "elsewhere", "--json")
-    told = json.loads(elsewhere.stdout)
-    assert [name for name, family in told.items() if family["samples"]] == ["kvshm_build_info"]
+    reported = json.loads(elsewhere.stdout)
+    assert [name for name, family in reported.items() if family["samples"]] == ["kvshm_build_info"]
     assert (elsewhere.returncode, elsewhere.stderr) == (0, "")
 
 

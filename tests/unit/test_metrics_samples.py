@@ -40,7 +40,6 @@ A, B = ("n", "a", "m"), ("n", "b", "m")
 
 
 def values(**counts: int) -> Distribution:
-    """A histogram with so many values in the bucket ``b<bits>``."""
     of = {int(bits[1:]): count for bits, count in counts.items()}
     return Distribution(tuple(of.get(bits, 0) for bits in range(NUM_BUCKETS)), 3_000_000_000)
 
@@ -160,7 +159,7 @@ def test_bounds_are_those_of_buckets_so_each_count_is_exact() -> None:
     assert (tokens[15], tokens[63], tokens[2**20 - 1], tokens[float("inf")]) == (1, 3, 3, 7)
 
 
-def test_what_an_engine_copies_is_told_by_peer_and_path() -> None:
+def test_what_an_engine_copies_is_reported_by_peer_and_path() -> None:
     nvlink, own = CopyPath.NVLINK, CopyPath.OWN
     rows = (
         Traffic("b", 2, nvlink, loads=5, failed=1, blocks=6, nbytes=7, timed_bytes=4,
@@ -206,7 +205,7 @@ def test_progress_is_unix_time_and_loops_that_never_went_round_have_none() -> No
     assert found("kvshm_epoch_start_timestamp_seconds", HEALTHY) == {A: UNIX / 1e9 - 9}
 
 
-def test_of_a_clock_that_cannot_be_compared_no_time_is_told() -> None:
+def test_of_a_clock_that_cannot_be_compared_no_time_is_reported() -> None:
     unknown = replace(HEALTHY, clock_known=False)
     assert found("kvshm_last_progress_timestamp_seconds", unknown) == {}
     assert found("kvshm_oldest_lease_seconds", unknown) == {}
@@ -336,14 +335,14 @@ def test_the_text_says_what_the_samples_say() -> None:
 
 def test_json_says_the_same() -> None:
     samples = samples_of(node(HEALTHY), UNIX)
-    told = json.loads(json.dumps(as_json(samples), allow_nan=False))
-    assert list(told) == list(METRICS)
-    assert told["kvshm_leases"] == {
+    reported = json.loads(json.dumps(as_json(samples), allow_nan=False))
+    assert list(reported) == list(METRICS)
+    assert reported["kvshm_leases"] == {
         "type": "gauge",
         "help": METRICS["kvshm_leases"].help,
         "samples": [{"labels": {"namespace": "n", "engine": "a", "model": "m"}, "value": 3}],
     }
-    (drained,) = told["kvshm_drain_wait_seconds"]["samples"]
+    (drained,) = reported["kvshm_drain_wait_seconds"]["samples"]
     shown = samples["kvshm_drain_wait_seconds"][A]
     assert isinstance(shown, Buckets)
     assert [*drained["buckets"]][-1] == "+Inf"

@@ -1,4 +1,4 @@
-"""The server of ``kvshm metrics``: what it answers, to whom, and that nobody holds it up."""
+"""The server of ``kvshm metrics``: what it answers, to whom, and that no one holds it up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 async def exchange(port: int, sent: bytes, host: str = "127.0.0.1") -> bytes:
-    """What the server answers, until it hangs up."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(sent)
     try:
@@ -200,13 +199,12 @@ def test_scrapes_at_the_same_time_are_made_one_after_the_other(
     assert serving(work, read) == ""
 
 
-def test_slow_clients_hold_up_nobody_and_are_hung_up_on_in_time(
+def test_slow_clients_hold_up_no_one_and_are_hung_up_on_in_time(
     serving: Callable[..., str],
 ) -> None:
     before = threading.active_count()
 
     async def drip(port: int) -> None:
-        """Send a byte now and then, so that no single read waits for long."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         end = asyncio.ensure_future(reader.read())
         while not end.done():

@@ -49,7 +49,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
     assert str(report.line(table)) == "last 90 s: 2 of 2 lookups found a prefix, 16 tokens imported"
 
 
-def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
+def test_each_reason_for_a_miss_is_reported(table: AnyTable, clock: Clock) -> None:
     report = MinuteReport(clock)
     for number, reason in enumerate(REASONS, start=1):
         table.counters.add(c.LOOKUPS, number)
@@ -71,7 +71,7 @@ def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
         (c.LOADS_FAILED, "last 60 s: no lookups, 1 load failed"),
     ],
 )
-def test_what_ends_in_a_minute_without_lookups_is_told(
+def test_what_ends_in_a_minute_without_lookups_is_reported(
     table: AnyTable, clock: Clock, counter: c.Counter, line: str
 ) -> None:
     """A load takes until the next minute; without room nothing is looked up."""

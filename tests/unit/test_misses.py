@@ -51,7 +51,6 @@ def table(namespace: str) -> Iterator[AnyTable]:
 
 @pytest.fixture
 def state(table: AnyTable, peers: Peers) -> EpochState:
-    """Of which a RosterHandler uses the table and the peers only."""
     return EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
@@ -61,7 +60,6 @@ def handler(state: EpochState) -> RosterHandler:
 
 
 def recorded(other: IncompatibleEngine) -> str:
-    """What the slot table's error log says of an engine."""
     return ErrorCode.CANNOT_SHARE.text(*incompatible.record(other))
 
 
@@ -148,7 +146,9 @@ def test_the_names_of_other_fields_have_room_beside_long_values() -> None:
     assert said.endswith(f"{'2' * 12} there; also execution layout"), said
 
 
-def test_another_model_is_told_from_one_that_is_set_up_otherwise(subtests: pytest.Subtests) -> None:
+def test_another_model_is_distinguished_from_one_that_is_set_up_otherwise(
+    subtests: pytest.Subtests,
+) -> None:
     for fields, another in [
         ("model model_config weights dtype", True),
         ("weights", True),
@@ -214,7 +214,7 @@ def test_both_sides_say_it_once_and_note_it(
     assert peers.num_incompatible == 2
 
 
-def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
+def test_engines_of_another_model_are_no_warning_and_logged_once_for_all(
     handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two models on one node are nothing to mend."""
@@ -284,7 +284,7 @@ def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
     assert path.exists()
 
 
-def test_a_refusal_is_told_of_the_present_epoch_only(
+def test_a_refusal_is_reported_the_present_epoch_only(
     state: EpochState, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The table of one that has ended has gone: there is nothing to mend."""
@@ -350,5 +350,5 @@ def test_the_client_counts_into_the_present_table(table: AnyTable, state: EpochS
     handler.count(c.EVENTS_DROPPED, 3)
     present.clear()
     handler.count(c.EVENTS_SENT)
-    told = table.counters.snapshot()
-    assert (told["events_sent"], told["events_dropped"]) == (1, 3)
+    reported = table.counters.snapshot()
+    assert (reported["events_sent"], reported["events_dropped"]) == (1, 3)

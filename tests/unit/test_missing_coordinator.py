@@ -39,17 +39,15 @@ INFO = EngineInfo(
 
 
 class Engine:
-    """Remembers what it was told; ready to join from the moment that it has a description."""
-
     def __init__(self) -> None:
-        self.told: list[Update] = []
+        self.heard: list[Update] = []
         self.info: EngineInfo | None = INFO
 
     def describe(self) -> EngineInfo | None:
         return self.info
 
     def apply(self, update: Update) -> None:
-        self.told.append(update)
+        self.heard.append(update)
 
     def scan_again(self, enough: object) -> None: ...
 
@@ -73,9 +71,9 @@ def session(run_dir: Path, clock: Clock, timing: Timing) -> Iterator[Session]:
     os.close(wake)
 
 
-def told(session: Session) -> int:
+def times_heard(session: Session) -> int:
     assert isinstance(session._handler, Engine)
-    return session._handler.told.count(Coordinator.MISSING)
+    return session._handler.heard.count(Coordinator.MISSING)
 
 
 def work_for(session: Session, clock: Clock, seconds: float) -> None:
@@ -84,15 +82,15 @@ def work_for(session: Session, clock: Clock, seconds: float) -> None:
         session.work()
 
 
-def test_a_coordinator_that_never_was_there_is_told_once(
+def test_a_coordinator_that_never_was_there_is_reported_once(
     session: Session, clock: Clock, timing: Timing
 ) -> None:
     work_for(session, clock, timing.absence_seconds - 1)
-    assert told(session) == 0
+    assert times_heard(session) == 0
     work_for(session, clock, 2)
-    assert told(session) == 1
+    assert times_heard(session) == 1
     work_for(session, clock, 10 * timing.absence_seconds)
-    assert told(session) == 1
+    assert times_heard(session) == 1
 
 
 def test_the_time_begins_when_the_engine_is_ready(
@@ -104,9 +102,9 @@ def test_the_time_begins_when_the_engine_is_ready(
     work_for(session, clock, 3 * timing.absence_seconds)
     engine.info = INFO
     work_for(session, clock, timing.absence_seconds - 1)
-    assert told(session) == 0
+    assert times_heard(session) == 0
     work_for(session, clock, 2)
-    assert told(session) == 1
+    assert times_heard(session) == 1
 
 
 def test_one_that_refuses_is_there(
@@ -127,7 +125,7 @@ def test_one_that_refuses_is_there(
         session.wait()
         session.work()
     work_for(session, clock, 3 * timing.absence_seconds)
-    assert told(session) == 0
+    assert times_heard(session) == 0
 
 
 def test_who_found_none_joins_as_soon_as_there_is_one(

@@ -16,10 +16,3 @@ def test_the_tests_that_the_page_names_exist() -> None:
     for file, test, family in NAMED:
         assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test
         assert not family or f'Family("{family}"' in FAMILIES
-
-
-def test_the_page_names_every_family_that_is_kept_in_several_groups() -> None:
-    several = FAMILIES.partition("SEVERAL_GROUPS = (")[2].partition("MADE_ONE_GROUP")[0]
-    tested = set(re.findall(r'Family\("([\w-]+)"', several))
-    assert tested
-    assert tested <= {family for _, _, family in NAMED}

@@ -13,8 +13,6 @@ BLOCK = 8
 
 
 class Cache:
-    """Memory with regions of blocks, ``stride`` apart."""
-
     def __init__(
         self, blocks: int, *, regions: int = 2, stride: int = 12, block: int = BLOCK
     ) -> None:
@@ -101,7 +99,6 @@ def test_stop_is_four_bytes(stop: bytes) -> None:
 
 
 def test_other_threads_run_during_a_copy_and_can_stop_it() -> None:
-    """A copy of about 100 GB, ended by a thread that sees its first block arrive."""
     size, times = 1 << 16, 1_500_000
     source, target = mmap.mmap(-1, size), mmap.mmap(-1, size)
     source.write(b"\1" * size)

@@ -55,8 +55,6 @@ def event(
 
 
 class Index:
-    """An index with the tombstones of two rows."""
-
     def __init__(self, capacity: int = 64) -> None:
         self.memory = make_index(capacity)
         self.tombstones = {row: bytearray(BLOCKS * TOMBSTONE_BYTES) for row in (0, 1, 63)}
@@ -96,7 +94,7 @@ def test_a_short_digest_is_padded() -> None:
     assert found.block_hash == short.ljust(32, b"\0")
 
 
-def test_a_run_ends_where_nobody_goes_on() -> None:
+def test_a_run_ends_where_no_one_goes_on() -> None:
     index = Index()
     index.apply(0, event(1, 1, 0), event(2, 2, 0), event(4, 4, 0))
     found = index.lookup([digest(n) for n in (1, 2, 3, 4)])
@@ -132,20 +130,6 @@ def test_a_newer_publication_replaces_the_block() -> None:
     assert index.count() == 1
 
 
-def test_only_news_is_applied(subtests: pytest.Subtests) -> None:
-    for later, wanted in [
-        (event(1, 5, 3), (0, 0, 1, 0)),  # a repeated publication
-        (event(1, 5, 2), (0, 0, 1, 0)),  # an overtaken one
-        (event(1, 5, 2, RecordKind.RETRACT), (0, 0, 1, 0)),  # an overtaken retraction
-        (event(1, 5, 3, RecordKind.RETRACT), (0, 1, 0, 0)),
-        (event(1, 5, 7, RecordKind.RETRACT), (0, 1, 0, 0)),  # one whose publication was lost
-    ]:
-        with subtests.test(later=later, wanted=wanted):
-            index = Index()
-            index.apply(0, event(1, 5, 3))
-            assert index.apply(0, later) == wanted
-
-
 def test_a_retracted_generation_never_comes_back() -> None:
     index = Index()
     index.apply(0, event(1, 5, 3, RecordKind.RETRACT))
@@ -172,7 +156,7 @@ def test_an_unknown_kind_is_ignored() -> None:
     )
 
 
-def test_a_full_index_refuses_and_can_be_told_again() -> None:
+def test_a_full_index_refuses_and_can_be_heard_again() -> None:
     index = Index(capacity=8)
     assert index.apply(0, *(event(n, n, 0) for n in range(9))) == (7, 0, 0, 2)
     assert index.apply(0, event(20, 3, 1)) == (1, 1, 0, 0), "a replacement needs no room"

@@ -62,8 +62,6 @@ def seconds_ago(seconds: float) -> int:
 
 
 class Found(NamedTuple):
-    """A judgement as people read it."""
-
     live: bool
     ready: bool
     progress: bool | None
@@ -82,7 +80,6 @@ def codes(space: NamespaceReading = SPACE, **changed: Any) -> list[Code]:
 
 
 def with_loop(loop: str, pending: int, rested: float) -> tuple[LoopProgress, ...]:
-    """The engine's loops, of which this one went round so many seconds ago."""
     return tuple(
         LoopProgress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
         for of in ENGINE.progress
@@ -118,10 +115,10 @@ def test_why_the_coordinator_refuses_an_engine_is_a_reason() -> None:
 
 def test_an_engine_without_a_lease_bit_is_degraded() -> None:
     text = ErrorCode.NO_LEASE_BIT.text()
-    told = LoggedError(1, 1, 2, text, ErrorCode.NO_LEASE_BIT)
+    judged = LoggedError(1, 1, 2, text, ErrorCode.NO_LEASE_BIT)
     assert found(lease_bit=None).state is State.HEALTHY, "it may be about to get one"
-    assert found(lease_bit=None, errors=(told,)).reasons == (text,)
-    assert found(lease_bit=3, errors=(told,)).state is State.HEALTHY
+    assert found(lease_bit=None, errors=(judged,)).reasons == (text,)
+    assert found(lease_bit=3, errors=(judged,)).state is State.HEALTHY
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,7 @@ def test_an_engine_without_a_request_yet_is_healthy_but_not_ready() -> None:
     assert found(life=(False, False), progress=begun).state is State.DEGRADED
 
 
-def test_without_a_coordinator_nobody_has_to_be_in_its_roster() -> None:
+def test_without_a_coordinator_no_one_has_to_be_in_its_roster() -> None:
     assert found(replace(SPACE, coordinated=False), joined=False).ready
 
 
@@ -209,15 +206,15 @@ def test_without_a_coordinator_nobody_has_to_be_in_its_roster() -> None:
         ("loads of rank 0", 0, 11, State.DEGRADED),
     ],
 )
-def test_each_loop_that_rests_too_long_is_told_apart(
+def test_each_loop_that_rests_too_long_is_distinguished(
     loop: str, pending: int, rested: float, state: State
 ) -> None:
     health = found(progress=with_loop(loop, pending, rested))
     waiting = f" with {pending} waiting" if pending else ""
-    told = f"{loop} stalled: it has not gone round for {rested:.0f} s{waiting}"
+    judged = f"{loop} stalled: it has not gone round for {rested:.0f} s{waiting}"
     assert health.state is state
     assert health.progress is (state is State.HEALTHY)
-    assert health.reasons == (() if state is State.HEALTHY else (told,))
+    assert health.reasons == (() if state is State.HEALTHY else (judged,))
 
 
 def test_a_loop_that_has_never_gone_round_may_be_about_to_begin() -> None:
@@ -235,7 +232,7 @@ def test_other_faults_are_named() -> None:
     assert found(loads_since=(seconds_ago(29),)).state is State.HEALTHY
 
 
-def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_field() -> None:
+def test_an_engine_that_differs_from_all_others_of_its_model_is_reported_with_the_field() -> None:
     text = "cannot share with other: dtype is bfloat16 here, float32 there"
     code = ErrorCode.CANNOT_SHARE
     errors = (
@@ -256,12 +253,12 @@ def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_fi
         assert not found(replace(SPACE, engines=engines), errors=errors).reasons
 
 
-def test_a_coordinator_that_is_missing_silent_or_stalled_is_told_apart() -> None:
-    def told(**changed: Any) -> tuple[State, str]:
+def test_a_coordinator_that_is_missing_silent_or_stalled_is_distinguished() -> None:
+    def judged(**changed: Any) -> tuple[State, str]:
         health = judge_coordinator(replace(SPACE, **changed), NOW, LIMITS)
         return health.state, health.text
 
-    assert told() == (State.HEALTHY, "")
+    assert judged() == (State.HEALTHY, "")
     stalled = judge_coordinator(replace(SPACE, coordinator_answers=False), NOW, LIMITS)
     missing = judge_coordinator(replace(SPACE, coordinated=False), NOW, LIMITS)
     assert stalled.reason is not None
@@ -270,10 +267,10 @@ def test_a_coordinator_that_is_missing_silent_or_stalled_is_told_apart() -> None
         Code.COORDINATOR_STALLED,
         Code.NO_COORDINATOR,
     )
-    assert told(coordinator_ns=0) == (State.HEALTHY, "")
-    assert told(coordinated=False, coordinator_answers=False)[1].startswith("no coordinator runs")
-    assert told(coordinator_answers=False)[1] == "coordinator stalled: it does not answer"
-    assert told(coordinator_ns=seconds_ago(11)) == (
+    assert judged(coordinator_ns=0) == (State.HEALTHY, "")
+    assert judged(coordinated=False, coordinator_answers=False)[1].startswith("no coordinator runs")
+    assert judged(coordinator_answers=False)[1] == "coordinator stalled: it does not answer"
+    assert judged(coordinator_ns=seconds_ago(11)) == (
         State.DEGRADED,
         "coordinator stalled: it has not gone round for 11 s",
     )

@@ -22,8 +22,6 @@ from .served import Served, ServedNode
 
 
 class Clock:
-    """CLOCK_MONOTONIC, as far as the test moves it on."""
-
     ahead = 0.0
 
     def __call__(self) -> float:
@@ -168,7 +166,7 @@ def test_the_coordinator_shows_an_engine_that_does_not_answer(
         assert found.joined
 
 
-def test_an_engine_that_nobody_shows_is_unreadable(served: ServedNode, reader: NodeReader) -> None:
+def test_an_engine_that_no_one_shows_is_unreadable(served: ServedNode, reader: NodeReader) -> None:
     with silent_engine(served, 1):
         found = space(reader)
         assert found.engines == ()

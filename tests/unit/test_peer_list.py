@@ -25,11 +25,11 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def complaints(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
+    reported: list[str] = []
     monkeypatch.setattr(
-        peer_list.log, "line", lambda line, *about: told.append(str(line.fill(*about)))
+        peer_list.log, "line", lambda line, *about: reported.append(str(line.fill(*about)))
     )
-    return told
+    return reported
 
 
 def no_room(*given: object) -> NoReturn:
@@ -80,7 +80,7 @@ def test_an_ended_list_is_not_written_again(path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("what", ["fifo", "directory", "link", "huge", "torn", "nested"])
-def test_what_no_writer_has_left_there_names_nobody_and_blocks_nobody(
+def test_what_no_writer_has_left_there_names_no_one_and_blocks_no_one(
     path: Path, complaints: list[str], what: str
 ) -> None:
     if what == "fifo":

@@ -288,7 +288,6 @@ def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def small(served: ServedNode, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    """Peers whose replica has room for seven blocks."""
     monkeypatch.setattr("kvshm._node.peers.INITIAL_CAPACITY", 8)
     peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments, clock=clock)
     yield peers

@@ -57,7 +57,7 @@ def test_a_retract_that_follows_a_scan_counts(racing: Peers, exporter: Make) -> 
     assert offered(racing, 1) == []
 
 
-def test_what_the_scan_saw_may_be_told_again(racing: Peers, exporter: Make) -> None:
+def test_what_the_scan_saw_may_be_heard_again(racing: Peers, exporter: Make) -> None:
     a = exporter()
     on_its_way: list[bytes] = []
     RacingTable.before = staticmethod(lambda: on_its_way.append(a.publish(1)))
@@ -134,7 +134,7 @@ def test_after_a_lost_retract_the_next_owner_is_offered(peers: Peers, exporter: 
     assert second.peer.table.release(3, second.records) == 1
 
 
-def test_forgetting_a_peer_that_has_gone_hits_nobody(peers: Peers, exporter: Make) -> None:
+def test_forgetting_a_peer_that_has_gone_hits_no_one(peers: Peers, exporter: Make) -> None:
     a, b = exporter("a"), exporter("b")
     records = a.publish(1)
     peers.joined(a.info)
@@ -262,7 +262,7 @@ def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, cloc
     assert peers.stats().usable == 1
 
 
-# -- engines that die while nobody tells
+# -- engines that die while no one tells
 
 
 @pytest.mark.multiprocess
@@ -304,7 +304,7 @@ def test_an_epoch_that_ends_in_order_is_offered_no_more_and_called_no_death(
     assert "has died" not in caplog.text
 
 
-def test_a_table_that_has_gone_is_skipped_and_nobody_is_warned(
+def test_a_table_that_has_gone_is_skipped_and_no_one_is_warned(
     peers: Peers, exporter: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine was reset before others heard of its old epoch."""

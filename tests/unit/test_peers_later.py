@@ -34,9 +34,9 @@ def test_who_could_not_be_attached_is_tried_again_until_it_can(
         for _ in range(5):
             clock.now += 1
             peers.try_again()
-    told = [r.getMessage() for r in caplog.records if r.name.endswith(".peers")]
-    # Who asks in vain waits for half a second, and asks nobody else in the same turn.
-    assert len(told) == len(set(told)) == 2 - left, "each is complained of once"
+    reported = [r.getMessage() for r in caplog.records if r.name.endswith(".peers")]
+    # Who asks in vain waits for half a second, and asks no one else in the same turn.
+    assert len(reported) == len(set(reported)) == 2 - left, "each is complained of once"
     peers.gone(b.info.epoch)
     peers.suspected(a.info.epoch)
     clock.now += 60

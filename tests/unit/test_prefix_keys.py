@@ -24,8 +24,6 @@ def last(prompt: list[int], size: int, salt: bytes = b"", extra: Any = b"") -> b
 
 
 def test_keys_never_change() -> None:
-    """Engines of two versions would not find each other's blocks; if the way changes on purpose,
-    KEYS_VERSION does as well, and then these values."""
     plain = prefix_keys(range(5), 2)
     assert [key.hex()[:16] for key in plain] == KNOWN[:2]
     salted = prefix_keys(range(4), 4, salt=b"tenant", extra=b"adapter")
@@ -124,7 +122,7 @@ def test_numbers_of_numpy_will_do() -> None:
 
 
 def test_what_is_no_prompt_is_refused(subtests: pytest.Subtests) -> None:
-    for prompt, size, more, told in [
+    for prompt, size, more, reported in [
         ([1, -1], 1, {}, "whole numbers from 0"),
         ([2**32], 1, {}, "whole numbers from 0"),
         ([1.5], 1, {}, "whole numbers from 0"),
@@ -146,7 +144,7 @@ def test_what_is_no_prompt_is_refused(subtests: pytest.Subtests) -> None:
         ([1], 1, {"known": b"k" * 32}, "give a list of them"),
     ]:
         with (
-            subtests.test(prompt=prompt, size=size, more=more, told=told),
-            pytest.raises(MisuseError, match=told),
+            subtests.test(prompt=prompt, size=size, more=more, reported=reported),
+            pytest.raises(MisuseError, match=reported),
         ):
             prefix_keys(prompt, size, **more)

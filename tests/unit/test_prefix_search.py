@@ -40,7 +40,7 @@ def test_what_a_prefix_needs_behind_a_local_hit(subtests: pytest.Subtests) -> No
 
 
 def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:
-    """vLLM may have such hits if it matches in smaller steps; nobody is asked."""
+    """vLLM may have such hits if it matches in smaller steps; no one is asked."""
 
     def find(*_: object) -> list[PlannedRun]:
         raise AssertionError
@@ -49,7 +49,7 @@ def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:
     assert (found.length, found.runs) == (3, ())
 
 
-def test_what_full_attention_shares_is_told_though_nothing_can_be_restored() -> None:
+def test_what_full_attention_shares_is_reported_though_nothing_can_be_restored() -> None:
     """vLLM is to keep the windows there; not where a prefix ends that is restored."""
 
     def find(held: int) -> Any:
@@ -61,8 +61,6 @@ def test_what_full_attention_shares_is_told_though_nothing_can_be_restored() -> 
 
 
 class Own:
-    """An engine with its slot table and its own cache, and peers that have what ``remote`` says."""
-
     def __init__(self, table: AnyTable, groups: Sequence[Group]) -> None:
         self.table = table
         self.cached: dict[tuple[bytes, int], BlockId] = {}
@@ -98,7 +96,6 @@ class Own:
         self.table.publish(pack_records([record]), bytes(8))
 
     def found(self, length: int = 4) -> list[tuple[Any, list[int]]]:
-        """Holder and blocks of each run of the longest prefix."""
         epoch: Any = self
         found = self.search.longest(epoch, HASHES[:length], 0, length, 99)
         return [(run.peer, [r.block_id for r in unpack_records(run.records)]) for run in found.runs]

@@ -37,7 +37,6 @@ MADE_BY_KVSHM = {"Found", "Load", "Node", "LoadPlanner", "RankHalf", "Coordinato
 """Callers do not construct them."""
 NOT_NAMES = {"API_VERSION", "__version__"}
 QUOTED = re.compile(r"ForwardRef\('([^']*)'\)|(?<=: )'([^']*)'(?=[,)= ])|(?<=-> )'([^']*)'")
-"""Annotations are text."""
 PROTOCOLS = {"__enter__", "__exit__", "__await__", "__bool__", "__iter__", "__len__"}
 
 
@@ -71,7 +70,6 @@ def kind_of(thing: object) -> str:
 
 
 def about(name: str, thing: Any) -> Iterator[str]:
-    """The lines of one public name."""
     if inspect.isfunction(thing):
         yield f"{name}{inspect.signature(thing)}"
     elif not inspect.isclass(thing):
@@ -140,13 +138,13 @@ def test_the_surface_is_as_listed() -> None:
     ]
     if not changes:
         return
-    told = "\n".join(changes)
+    reported = "\n".join(changes)
     if listed[0] == found[0]:
         pytest.fail(
-            f"the public surface has changed:\n{told}\nIf that is meant, raise API_VERSION in "
+            f"the public surface has changed:\n{reported}\nIf that is meant, raise API_VERSION in "
             f"kvshm/api.py (minor: something new; major: callers break), then run\n    {COMMAND}"
         )
-    pytest.fail(f"API_VERSION was raised for\n{told}\nNow run\n    {COMMAND}")
+    pytest.fail(f"API_VERSION was raised for\n{reported}\nNow run\n    {COMMAND}")
 
 
 def test_the_package_has_the_names_of_the_api() -> None:

@@ -60,9 +60,9 @@ def test_peers_hear_of_what_was_withdrawn_before_what_took_its_place(
         pool = [SimpleNamespace(block_id=0, block_hash=HASHES[content] + bytes(4), ref_cnt=1)]
         publisher.retract_marked(marks, [0])
         publisher.publish_marked(marks, pool, [(HASHES[content:], 0, marks.with_versions([0]))])
-    told = [(r.kind, r.block_hash) for r in unpack_records(b"".join(sent))]
+    reported = [(r.kind, r.block_hash) for r in unpack_records(b"".join(sent))]
     publish, retract = RecordKind.PUBLISH, RecordKind.RETRACT
-    assert told == [(publish, HASHES[1]), (retract, HASHES[1]), (publish, HASHES[2])]
+    assert reported == [(publish, HASHES[1]), (retract, HASHES[1]), (publish, HASHES[2])]
 
 
 def test_an_engine_that_may_not_export_publishes_nothing(exporter: Make, peers: Peers) -> None:

@@ -94,7 +94,7 @@ def test_however_a_process_ends_it_is_marked(table: AnyTable, how: str, rank: in
 def test_nothing_is_leased_from_an_engine_of_which_a_process_has_died(
     table: AnyTable, held: bytes, rank: int | None
 ) -> None:
-    """The life words are as they were, and nobody had to look for a death."""
+    """The life words are as they were, and no one had to look for a death."""
     with pulsing(table, rank):
         assert table.lease(LeaseBit(0), held)[0] == 1
         assert table.release(LeaseBit(0), held) == 1
@@ -108,7 +108,6 @@ def test_nothing_is_leased_from_an_engine_of_which_a_process_has_died(
 
 
 def test_a_process_that_has_died_is_marked_before_who_waits_for_it_knows() -> None:
-    """Also while nobody has taken note of its end."""
     for _ in range(20):
         table = new_table()
         with pulsing(table) as child:
@@ -196,7 +195,6 @@ def test_who_finds_no_mark_after_reading_has_read_what_was_there(
 
 
 def test_the_mark_comes_while_gibibytes_have_yet_to_go() -> None:
-    """Whoever had to wait for the end of the process would wait for that, too."""
     before = 0
     for _ in range(3):  # or this process got no core all that time
         table = new_table()
@@ -254,7 +252,7 @@ def test_the_end_of_a_forked_child_is_not_its_parents(table: AnyTable, how: str)
 
 @pytest.mark.parametrize("child", ["input()", "table.close(); input()"])
 def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: AnyTable, child: str) -> None:
-    """A worker of an engine, forked, that nobody has killed yet."""
+    """A worker of an engine, forked, that no one has killed yet."""
     then = f"import os\nif not os.fork(): {child}\n" + WAIT
     with pulsing(table, None, then) as parent:
         os.kill(parent.pid, signal.SIGKILL)
@@ -263,7 +261,7 @@ def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: AnyTable, c
 
 
 def test_a_forked_child_has_nothing_to_spoil_its_parents_pulse_with(table: AnyTable) -> None:
-    """Where the kernel reads what it shall mark: a page of memory that is shared, but by nobody."""
+    """Where the kernel reads what it shall mark: a page of memory that is shared, but by no one."""
     count = "print(open('/proc/self/maps').read().count('/dev/zero (deleted)'), flush=True)\n"
     then = f"import os\nprint(flush=True)\n{count}if os.fork(): os.wait()\n{count}input()"
     with pulsing(table, None, then) as child:

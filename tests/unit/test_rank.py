@@ -1,7 +1,4 @@
-"""kvshm._rank.rank_half: a rank whose peers hang, end or go wrong, and whose own epoch fails.
-
-Slot tables are real; the transport does what a test tells it to.
-"""
+"""kvshm._rank.rank_half: a rank whose peers hang, end or go wrong, and whose own epoch fails."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from kvshm._rank.rank_half import RankHalf
 from kvshm._rank.rank_load import RankLoad
 from kvshm._shm.layout import TICKETS_OFFSET
 from kvshm._shm.slot_table import PeerSlotTable
+from kvshm._shm.statistics import RECHECK_FAILED
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 
@@ -33,7 +31,6 @@ BIT = LeaseBit(3)
 
 
 def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
-    """Block ``block`` of the peer, newly published, onto own block ``block + 10``."""
     records = peer.publish(block)
     if any(taken):
         assert peer.table.lease(BIT, records) == (1, taken)
@@ -80,13 +77,11 @@ def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Itera
 
 @pytest.fixture
 def opened(cache: RankHalf, own: AnyTable) -> RankHalf:
-    """The cache in its epoch."""
     cache.open_epoch(own.epoch)
     return cache
 
 
 def in_use(table: AnyTable, ticket: int) -> int:
-    """How many ranks a ticket still waits for."""
     return table._load(TICKETS_OFFSET + 8 * ticket)
 
 
@@ -115,7 +110,6 @@ def test_a_hung_peer_holds_only_its_own_loads_up(
 def test_a_load_reports_once_all_its_peers_have_been_tried(
     opened: RankHalf, transport: PlayedTransport, exporter: Make
 ) -> None:
-    """What is copied already waits for what is still being attached: one report a load."""
     near, slow = exporter("near"), exporter("slow")
     transport.hung[slow.info.epoch] = threading.Event()
     opened.begin_load(load_of(piece_of(near, 1), piece_of(slow, 2)))
@@ -371,6 +365,21 @@ def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
     assert peer.table.slot(1).leases == peer.table.slot(2).leases == 0
     assert in_use(own, ticket) == 0
     assert len([r for r in caplog.records if "discarded" in r.message]) == 1
+
+
+def test_a_block_that_is_reused_under_its_copy_is_bad_and_counted(
+    opened: RankHalf, own: AnyTable, transport: PlayedTransport, exporter: Make
+) -> None:
+    transport.state = CopyState.PENDING
+    peer = exporter()
+    opened.begin_load(load_of(piece_of(peer, 1), piece_of(peer, 2)))
+    until(lambda: len(transport.copies) == 2)
+    peer.reuse(1)
+    peer.publish(5, shift=-4)
+    for copy in transport.copies:
+        copy.state = CopyState.DONE
+    assert reports(opened, 1)["load"].bad == (11,)
+    assert own.counters.read(RECHECK_FAILED) == 1
 
 
 def test_a_load_whose_check_fails_is_bad_and_gives_its_leases_back(

@@ -29,7 +29,6 @@ __all__ = ["cache", "own", "transport"]
 
 @pytest.fixture
 def attached(cache: RankHalf, own: AnyTable, exporter: Make) -> Make:
-    """Makes exporters that the rank has attached."""
     cache.open_epoch(own.epoch)
 
     def make():  # type: ignore[no-untyped-def]  # an Exporter
@@ -70,7 +69,7 @@ def test_the_sync_points_of_a_load_are_reached_in_order(
     ]
 
 
-def test_nobody_waits_for_an_attach(cache: RankHalf, own: AnyTable, exporter: Make) -> None:
+def test_no_one_waits_for_an_attach(cache: RankHalf, own: AnyTable, exporter: Make) -> None:
     cache.open_epoch(own.epoch)
     piece = piece_of(exporter(), 2)
     (report,) = cache.load_at_once([load_of(piece)], 1000.0)
@@ -102,7 +101,7 @@ def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
     fenced: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the model's stream can wait for the copy, nobody else does; where it cannot, the
+    """Where the model's stream can wait for the copy, no one else does; where it cannot, the
     caller waits until the cancelled copy has stopped.  The leases go when it has ended."""
     peer = attached()
     piece = piece_of(peer, 2, taken=b"\1")
@@ -326,7 +325,7 @@ def test_a_load_behind_anothers_copies_says_nothing_of_how_long_it_takes(
     assert reports(cache, 1)["third"].seconds == 3.0
 
 
-def test_the_load_thread_unmaps_nobody_of_a_load_that_a_step_waits_for(
+def test_the_load_thread_unmaps_no_one_of_a_load_that_a_step_waits_for(
     cache: RankHalf, attached: Make, transport: PlayedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = attached()

@@ -64,8 +64,7 @@ def attachments(
     attachments.close()
 
 
-def told(peer: Exporter) -> EngineInfo:
-    """What the list says of a peer."""
+def listing(peer: Exporter) -> EngineInfo:
     rank = RankInfo(os.getpid(), memory_of(peer.info.epoch))
     return msgspec.structs.replace(peer.info, ranks=[rank])
 
@@ -80,7 +79,7 @@ def test_who_is_listed_is_attached_a_few_at_a_time(
     peers = [exporter(f"e{n}") for n in range(MAX_ATTACHING + 2)]
     for peer in peers:
         transport.hung[peer.info.epoch] = threading.Event()
-    listed.write(told(peer) for peer in peers)
+    listed.write(listing(peer) for peer in peers)
     for _ in range(3):
         attachments.attach_listed()
     until(lambda: len(transport.attaches) == MAX_ATTACHING)
@@ -93,7 +92,7 @@ def test_who_is_listed_is_attached_a_few_at_a_time(
     assert len(transport.attaches) == len(peers), "each once"
 
 
-def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
+def test_a_list_that_is_followed_no_more_while_it_is_read_names_no_one(
     attachments: AttachmentCache,
     listed: PeerList,
     transport: PlayedTransport,
@@ -101,7 +100,7 @@ def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The epoch ends on the main thread, the list is read on the load thread."""
-    listed.write([told(exporter())])
+    listed.write([listing(exporter())])
     read = PeerListReader.read_new
 
     def read_new(reader: PeerListReader) -> object:
@@ -121,7 +120,7 @@ def test_a_peer_is_attached_once_its_rank_serves(
 ) -> None:
     early, importing = exporter("early"), exporter("importing")
     early.table.end_life(None)
-    listed.write([told(early), msgspec.structs.replace(told(importing), imports_only=True)])
+    listed.write([listing(early), msgspec.structs.replace(listing(importing), imports_only=True)])
     attachments.attach_listed()
     until(lambda: attachments._early and not attachments._attaching)
     assert list(attachments._early) == [early.info.epoch], "its table is looked at from now on"
@@ -136,7 +135,7 @@ def test_the_table_of_a_peer_that_leaves_before_its_rank_serves_is_closed(
 ) -> None:
     early = exporter()
     early.table.end_life(None)
-    listed.write([told(early)])
+    listed.write([listing(early)])
     attachments.attach_listed()
     until(lambda: attachments._early and not attachments._attaching)
     (table,) = attachments._early.values()
@@ -149,7 +148,7 @@ def test_the_table_of_a_peer_that_leaves_before_its_rank_serves_is_closed(
 def test_a_load_does_not_wait_for_a_rank_that_serves_no_memory(
     attachments: AttachmentCache, table: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:
-    """The peer's epoch ended between lease and attach.  Without a coordinator nobody says so."""
+    """The peer's epoch ended between lease and attach.  Without a coordinator no one says so."""
     ended = exporter()
     load = RankLoad(load_of(piece_of(ended, 1)), attachments, table)
     ended.table.end_life(None)
@@ -219,7 +218,7 @@ def test_a_peer_that_cannot_be_attached_is_left_to_its_first_load(
 ) -> None:
     broken = exporter()
     transport.broken.add(broken.info.epoch)
-    listed.write([told(broken)])
+    listed.write([listing(broken)])
     for n in range(1, MAX_TRIES + 3):
         attachments.attach_listed()
         until(lambda: not attachments._attaching)
@@ -231,7 +230,7 @@ def test_a_peer_that_cannot_be_attached_is_left_to_its_first_load(
     until(lambda: attachments.attached == {broken.info.epoch})
 
 
-def test_a_list_that_makes_no_sense_or_has_gone_names_nobody(
+def test_a_list_that_makes_no_sense_or_has_gone_names_no_one(
     attachments: AttachmentCache,
     listed: PeerList,
     tmp_path: Path,
@@ -242,9 +241,9 @@ def test_a_list_that_makes_no_sense_or_has_gone_names_nobody(
     for _ in range(2):
         attachments.attach_listed()
     assert caplog.text.count("cannot be read") == 1
-    listed.write([told(exporter())])
+    listed.write([listing(exporter())])
     listed.end()
-    listed.write([told(exporter())])
+    listed.write([listing(exporter())])
     assert list(tmp_path.iterdir()) == []
     attachments.attach_listed()
     assert not attachments._attaching
@@ -265,10 +264,9 @@ def test_no_copy_from_a_dead_exporter_is_begun(
     table: AnyTable,
     who: Rank | None,
 ) -> None:
-    """Its life word is as it was, and there is no coordinator."""
     peer = exporter()
     with pulsing(peer.table, who):
-        listed.write([told(peer)])
+        listed.write([listing(peer)])
         attachments.attach_listed()
         until(lambda: attachments.attached)
         before, during = (RankLoad(load_of(piece_of(peer, n)), attachments, table) for n in (1, 2))

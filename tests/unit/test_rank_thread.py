@@ -52,7 +52,6 @@ def test_a_load_that_a_dead_load_thread_has_left_ends_when_it_is_cancelled(
 def test_a_load_behind_a_copy_that_hangs_ends_when_it_is_cancelled(
     opened: RankHalf, exporter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its leases are given back; what hangs ends when it can."""
     peer, hangs, go_on = exporter(), threading.Event(), threading.Event()
     advance = RankLoad.advance
 

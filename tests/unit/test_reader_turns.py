@@ -21,7 +21,6 @@ from .served import Served, ServedNode
 
 @pytest.fixture
 def node(served: ServedNode) -> ServedNode:
-    """Two engines that know each other and have published nothing."""
     for epoch in (1, 2):
         engine = served.serve(f"e{epoch}", epoch)
         engine.table.begin_pulse(None)
@@ -35,7 +34,6 @@ def publish(engine: Served, block: int) -> None:
 
 
 def seen(reading: NodeReading) -> dict[str, tuple[int, int | None]]:
-    """Published blocks, and how many of the peer's the replica lacks."""
     return {e.name: (e.blocks.ready, e.peers[0].lacking) for e in reading.engines}
 
 
@@ -63,7 +61,7 @@ def test_slots_are_read_in_turn(node: ServedNode) -> None:
         assert [e.blocks.ready for e in reader.read().engines] == [2, 1, 1]
 
 
-def test_all_slots_are_read_unless_told_otherwise(node: ServedNode) -> None:
+def test_all_slots_are_read_unless_asked_otherwise(node: ServedNode) -> None:
     with NodeReader(node.run_dir) as reader:
         reader.read()
         for block in range(3):

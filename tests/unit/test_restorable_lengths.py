@@ -24,8 +24,6 @@ GROUPS = [
 
 
 class Holders:
-    """Who holds which blocks; counts the blocks that it is asked for."""
-
     def __init__(self, held: set[tuple[int, int]]) -> None:
         self.held = held
         self.asked = 0
@@ -53,10 +51,10 @@ def can_be_restored(
     return loaded > 0
 
 
-def test_each_length_that_can_be_restored_is_told(subtests: pytest.Subtests) -> None:
+def test_each_length_that_can_be_restored_is_reported(subtests: pytest.Subtests) -> None:
     for groups in GROUPS:
         with subtests.test(groups=groups):
-            draw, all_groups, told = random.Random(7), Groups(groups), 0
+            draw, all_groups, reported = random.Random(7), Groups(groups), 0
             for _ in range(300):
                 rate = draw.choice([0.5, 0.8, 0.95, 1.0])
                 held = {(g.number, i) for g in groups for i in range(KEYS) if draw.random() < rate}
@@ -65,13 +63,12 @@ def test_each_length_that_can_be_restored_is_told(subtests: pytest.Subtests) -> 
                 lengths = restorable_lengths(all_groups, start, longest, KEYS, Holders(held).find)
                 each = range(start + 1, longest + 1)
                 assert list(lengths) == [n for n in each if can_be_restored(groups, held, start, n)]
-                told += len(lengths)
-            assert told > 50
+                reported += len(lengths)
+            assert reported > 50
 
 
 @pytest.mark.parametrize("every", [1, 2, 5], ids="held but each {}th".format)
 def test_each_block_is_asked_for_only_some_times(every: int) -> None:
-    """Also where many lengths can be restored, and where hardly a block is held."""
     keys, full, window = 2000, Group(0, 2), Group(1, 2, window=4)
     held = {(0, index) for index in range(keys)}
     held |= {(1, index) for index in range(keys) if every == 1 or index % every}

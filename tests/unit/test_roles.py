@@ -59,7 +59,6 @@ READS = (
     "is_alive kept_until lease_bit leases_taken life name nbytes now "
     "owner_begun owner_died retired seconds_left slot slots"
 )
-"""What all roles may do, besides what MAY lists."""
 GIVES = {
     "view(1)": VIEW,
     "peer_table(1)": PEER,
@@ -67,7 +66,6 @@ GIVES = {
     "table_from_coordinator(1)": VIEW,
     "roster_table(1, 1, 1)": PEER,
 }
-"""The methods of SegmentClient that fetch a table, and the role in which it is fetched."""
 
 
 HEAD = """
@@ -83,7 +81,6 @@ segments: SegmentClient
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    """What mypy, strict, finds wrong: what is done, and by which role or with what is fetched."""
     program, done = HEAD, []
     for what in MAY:
         for role in (OWN, RANK, PEER, ROSTER, VIEW):

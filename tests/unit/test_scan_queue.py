@@ -48,7 +48,6 @@ class Hearing:
         assert self._order.receive(events) is Verdict.MEMBER
 
     def scan_due(self) -> int:
-        """Returns how many tables were scanned."""
         before = self._own.table.counters.read(RESYNCS)
         for news in self._order.take_updates():
             self._handler.apply(news)
@@ -118,8 +117,6 @@ def test_scans_end_for_the_heartbeat(tmp_path: Path, clock: Clock) -> None:
     said: list[bool] = []
 
     class Scanning:
-        """An engine each of whose scans takes half a second."""
-
         def scan_again(self, enough: Callable[[], bool]) -> None:
             for _ in range(3):
                 said.append(enough())

@@ -50,7 +50,6 @@ def segment() -> Iterator[Segment]:
 
 
 def mapped(segment: Segment, writable: bool = True, largest: int = NBYTES) -> Segment:
-    """The same memory, as one maps it who was handed it."""
     return Segment.from_fd("theirs", segment.descriptor(writable), writable, largest)
 
 
@@ -113,7 +112,7 @@ def test_without_descriptors_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1])
-def test_nobody_can_cut_or_stretch_it(segment: Segment, nbytes: int) -> None:
+def test_no_one_can_cut_or_stretch_it(segment: Segment, nbytes: int) -> None:
     for fd in (segment._fd, segment.descriptor(True)):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, nbytes)

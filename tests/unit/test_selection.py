@@ -59,8 +59,8 @@ def test_that_there_is_nothing_is_an_answer_and_json(
 ) -> None:
     done = kvshm(f"{command} --json", served.run_dir)
     assert done.returncode == code
-    told = json.loads(done.stdout)
-    assert told == [] if command == "holders" else told["namespaces"] == []
+    reported = json.loads(done.stdout)
+    assert reported == [] if command == "holders" else reported["namespaces"] == []
     plain = kvshm(command, served.run_dir)
     assert (plain.returncode, plain.stdout) == (code, "")
     assert "nothing of kvshm" in plain.stderr
@@ -99,16 +99,16 @@ def test_an_engine_that_is_asked_for_is_judged_beside_all_others(served: ServedN
         table.log_error(other, "dtype", "is x here, y there", code=ErrorCode.CANNOT_SHARE)
         table.set_life(0)
     with coordinator_of(served, *(engine.table for engine in served.engines)):
-        told = json.loads(kvshm("status --json", served.run_dir).stdout)
+        reported = json.loads(kvshm("status --json", served.run_dir).stdout)
         alone = json.loads(kvshm("status --json --engine a", served.run_dir).stdout)
         code = kvshm("status --engine a", served.run_dir).returncode
-    every = {engine["engine"]: engine for engine in told["namespaces"][0]["engines"]}
+    every = {engine["engine"]: engine for engine in reported["namespaces"][0]["engines"]}
     assert alone["namespaces"][0]["engines"] == [every["a"]]
     assert "dtype is x here" in every["a"]["reasons"][0]
     assert code == 1
 
 
-def test_that_nobody_holds_a_lease_is_no_failure(served: ServedNode) -> None:
+def test_that_no_one_holds_a_lease_is_no_failure(served: ServedNode) -> None:
     served.serve("e", 1)
     for option, printed in (("", ""), ("--json", "[]\n"), ("--engine e", "")):
         done = kvshm(f"holders {option}", served.run_dir)
@@ -116,7 +116,7 @@ def test_that_nobody_holds_a_lease_is_no_failure(served: ServedNode) -> None:
 
 
 def test_a_silent_engine_has_the_name_by_which_others_know_it(served: ServedNode) -> None:
-    """As after a coordinator's restart: nobody hands out its table."""
+    """As after a coordinator's restart: no one hands out its table."""
     knows = served.serve("a", 1)
     knows.replica.add_row(Epoch(5), "b", 26, LeaseBit(7))
     with silent_engine(served, 5), NodeReader(served.run_dir, served.namespace) as reader:
@@ -132,7 +132,7 @@ def test_a_silent_engine_has_the_name_by_which_others_know_it(served: ServedNode
     assert f"there are: a, b (epoch {5:016x}, pid {os.getpid()})" in nobody.stderr
 
 
-def test_an_ended_engine_is_told_from_a_living_one_of_its_name(served: ServedNode) -> None:
+def test_an_ended_engine_is_distinguished_from_a_living_one_of_its_name(served: ServedNode) -> None:
     """In containers of their own all engines may have pid 1, and one name."""
     importer, exporter = served.serve("e", 1).table, served.serve("x", 2)
     for epoch, bit in ((Epoch(5), 7), (Epoch(6), 8)):
@@ -149,5 +149,5 @@ def test_an_ended_engine_is_told_from_a_living_one_of_its_name(served: ServedNod
     ended = [f.engines for f in view.faults if f.text == "its process has ended"]
     assert ended == [(f"e-{5:016x}", f"e-{6:016x}")]
     holders = json.loads(kvshm("holders --json", served.run_dir).stdout)
-    told = [(row["holder"], row["process"], row["bit"]) for row in holders]
-    assert told == [("e", "alive", 3), (f"e-{5:016x}", "ended", 7)]
+    reported = [(row["holder"], row["process"], row["bit"]) for row in holders]
+    assert reported == [("e", "alive", 3), (f"e-{5:016x}", "ended", 7)]

@@ -220,6 +220,23 @@ def test_a_reader_without_a_lease_bit_needs_no_write_access(table: AnyTable) -> 
     reader.close()
 
 
+def test_what_is_overwritten_under_an_importer_without_a_lease_bit_is_not_imported(
+    table: AnyTable,
+) -> None:
+    records = publish(table, 0, 1)
+    memory, copied = bytearray(b"aaaabbbb"), bytearray(8)
+    importer = again(table, ReadingPeer)
+    assert importer.lease(NO_LEASE_BIT, records) == (2, b"\0\0")
+    copied[:6] = memory[:6]  # block 0, and a half of block 1
+    assert table.retract([BlockId(1)])[1] == [], "nothing tells the exporter to wait"
+    memory[4:] = b"BBBB"
+    publish(table, 1)
+    copied[6:] = memory[6:]
+    assert copied == b"aaaabbBB", "torn"
+    assert importer.recheck(Rank(0), records) == [True, False]
+    importer.close()
+
+
 def test_scan_finds_every_ready_slot_of_a_large_table() -> None:
     table = AnyTable.create(spec_of(num_blocks=10_000), EPOCH)
     try:

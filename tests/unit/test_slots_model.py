@@ -37,7 +37,7 @@ masks = st.sets(bits).map(lambda chosen: sum(1 << bit for bit in chosen))
 
 
 def anonymous_table(clock: NanosecondClock) -> AnyTable:
-    """A table without a name: the same code over memory that nobody else sees."""
+    """A table without a name: the same code over memory that no one else sees."""
     spec = TableSpec("model", "e", BLOCKS, 16, RANKS, Fingerprint(bytes(32)))
     segment = Segment("anonymous", -1, mmap.mmap(-1, spec.nbytes))
     spec.write(segment, 0)
@@ -52,8 +52,6 @@ def digest(number: int) -> BlockHash:
 
 @dataclass
 class ModelSlot:
-    """What the protocol says of one slot."""
-
     generation: int = 0
     state: SlotState = SlotState.EMPTY
     leases: set[int] = field(default_factory=set)

@@ -67,7 +67,6 @@ def digests(text: str) -> dict[str, str | None]:
 
 
 def differing(text: str) -> set[str]:
-    """The names of which the digest is another one than in MODULE."""
     before, after = digests(MODULE), digests(text)
     return {name for name in NAMES if before[name] != after[name]}
 

@@ -57,7 +57,6 @@ else:
 '''
 
 GET = "ce86b9bfdbcf0eda"
-"""The digest of ``Pool.get``, written down once."""
 
 
 def changed(old: str, new: str) -> str:
@@ -70,7 +69,6 @@ def digest(text: str, name: str = "Pool.get") -> str | None:
 
 
 def test_every_python_computes_this_digest() -> None:
-    """This file runs under all that kvshm supports (make test-pythons)."""
     assert digest(SAMPLE) == GET
 
 

@@ -40,8 +40,6 @@ SPEC = TableSpec(f"test-{uuid.uuid4().hex[:12]}", "e", 1, 16, 2, Fingerprint(byt
 
 
 class Ticks:
-    """A clock that the test moves."""
-
     now = 1000
 
     def __call__(self) -> int:

@@ -82,7 +82,6 @@ WORD_AT: dict[SyncPoint, tuple[int, SlotState, int]] = {
     SyncPoint.RETRACTED: (0, SlotState.DRAINING, 1 << 3),
     SyncPoint.FORCED: (1, SlotState.EMPTY, 0),
 }
-"""Generation, state and leases of slot 0 while the process rests at the point."""
 
 
 def check_slot(point: SyncPoint, slot: Slot) -> None:
@@ -114,7 +113,7 @@ def test_a_process_dies_there(table: AnyTable, point: SyncPoint) -> None:
 
 
 def test_what_a_dead_exporter_had_filled_is_not_readable(table: AnyTable) -> None:
-    """Killed between filling the slot and making it READY: nobody ever sees the block, and
+    """Killed between filling the slot and making it READY: no one ever sees the block, and
     the slot can be used again."""
     start(table, "PUBLISH_FILLED:kill").communicate()
     assert table.scan() == b""

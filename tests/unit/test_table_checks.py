@@ -37,14 +37,11 @@ ME = Sender(b"route", os.geteuid(), os.getpid())
 
 
 class Shell:
-    """Tables, and who waits for their news."""
-
     def __init__(self, node: ServedNode) -> None:
         self.clock = Clock()
         self.tables = Tables(node.run_dir, node.namespace, self.clock)
 
     def wait(self) -> list[Input]:
-        """What is told next."""
         connections = [connection.fileno() for connection in self.tables.connections()]
         readable, _, _ = select.select(connections, [], [], 60)
         return list(self.tables.read(set(readable)))
@@ -59,7 +56,6 @@ class Shell:
         return answer.refusal
 
     def refusal(self, info: EngineInfo, sender: Sender = ME) -> Refusal:
-        """It is refused, and nothing of it is kept."""
         refusal = self.check(info, sender)
         assert refusal is not None
         assert not list(self.tables.connections())
@@ -130,7 +126,7 @@ def test_who_joins_again_is_not_asked_for_its_table_again(
     assert answer.refusal is not None, "but what it says now is compared with it"
 
 
-def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
+def test_a_table_is_kept_until_it_is_forgotten_though_no_one_serves_it_any_more(
     shell: Shell, engine: Served, info: EngineInfo
 ) -> None:
     """Its engine may stand still, or have ended with a worker that still copies."""
@@ -174,7 +170,7 @@ def test_a_server_that_ends_is_no_death(shell: Shell, engine: Served, info: Engi
 def test_a_table_that_another_process_serves_is_refused(
     shell: Shell, engine: Served, info: EngineInfo
 ) -> None:
-    """So nobody joins as what another engine is, and stays when that one dies."""
+    """So no one joins as what another engine is, and stays when that one dies."""
     refusal = shell.refusal(info, ME._replace(pid=1))
     assert f"its slot table is served by pid {os.getpid()}" in refusal.reason
     assert not refusal.retry
@@ -305,7 +301,7 @@ def test_the_table_of_another_epoch_is_refused(
 def test_a_table_that_may_only_be_read_is_refused(
     shell: Shell, served: ServedNode, info: EngineInfo, engine: Served, instead: Any
 ) -> None:
-    """Nobody could take leases in it."""
+    """No one could take leases in it."""
     fd = engine.table.descriptor(False)
     assert engine._server is not None
     engine._server.close()
@@ -338,7 +334,6 @@ def test_an_answer_that_is_none_is_refused(
 
 @pytest.fixture
 def silent(served: ServedNode) -> Iterator[socket.socket]:
-    """That of an owner who stands still."""
     path = engine_socket(served.run_dir, served.namespace, EPOCH)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))

@@ -15,12 +15,11 @@ SECOND = 1_000_000_000
 
 
 def proc(
-    at: Path, told: str | None, namespace: str = "time:[7]", children: str = "time:[7]"
+    at: Path, reported: str | None, namespace: str = "time:[7]", children: str = "time:[7]"
 ) -> Path:
-    """A process's directory in /proc, as far as it tells of time."""
     (at / "ns").mkdir(parents=True)
-    if told is not None:
-        (at / "timens_offsets").write_text(told)
+    if reported is not None:
+        (at / "timens_offsets").write_text(reported)
     if namespace:
         (at / "ns/time").symlink_to(namespace)
         (at / "ns/time_for_children").symlink_to(children)
@@ -28,7 +27,7 @@ def proc(
 
 
 @pytest.mark.parametrize(
-    ("told", "offset"),
+    ("reported", "offset"),
     [
         ("monotonic           0         0\nboottime            0         0\n", 0),
         ("monotonic        -200         0\nboottime         -100         0\n", -200 * SECOND),
@@ -41,11 +40,13 @@ def proc(
         ("", None),
     ],
 )  # fmt: skip
-def test_the_offset_is_what_the_kernel_tells(tmp_path: Path, told: str, offset: int | None) -> None:
-    assert clock_offset_ns(proc(tmp_path / "self", told)) == offset
+def test_the_offset_is_what_the_kernel_tells(
+    tmp_path: Path, reported: str, offset: int | None
+) -> None:
+    assert clock_offset_ns(proc(tmp_path / "self", reported)) == offset
 
 
-def test_where_it_is_not_told(tmp_path: Path) -> None:
+def test_where_it_is_not_shown(tmp_path: Path) -> None:
     zero = "monotonic 0 0\nboottime 0 0\n"
     assert clock_offset_ns(proc(tmp_path / "old kernel", None, namespace="")) == 0
     assert clock_offset_ns(proc(tmp_path / "hidden", None)) is None
@@ -54,7 +55,7 @@ def test_where_it_is_not_told(tmp_path: Path) -> None:
     assert clock_offset_ns(unshared) is None, "these are the offsets of its children"
 
 
-def test_this_process_is_told() -> None:
+def test_this_process_is_reported() -> None:
     offset = clock_offset_ns()
     assert offset is not None
     program = "from kvshm._base.time_namespace import clock_offset_ns as f; print(f())"

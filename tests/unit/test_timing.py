@@ -25,7 +25,7 @@ def test_every_time_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.1])
-def test_who_waits_for_whom_is_kept(factor: float) -> None:
+def test_who_waits_for_which_is_kept(factor: float) -> None:
     """Each of these before the next, or engines and coordinator take each other for lost."""
     timing = Timing().scaled(factor)
     order = (
@@ -50,8 +50,8 @@ def test_the_environment_of_a_process_scales_its_times() -> None:
     for scale, seconds in ((None, 3.0), ("", 3.0), ("0.5", 1.5)):
         environ = {} if scale is None else {"KVSHM_TEST_TIME_SCALE": scale}
         command = [sys.executable, "-c", program]
-        told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-        assert float(told.stdout) == seconds
+        reported = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        assert float(reported.stdout) == seconds
         assert timing_in(environ).suspect_seconds == seconds
 
 

@@ -41,7 +41,6 @@ def view_of(*engines: EngineReading) -> View:
 
 
 def many(number: int) -> list[EngineReading]:
-    """Engines that all copy from each other, one of them dead."""
     return [
         engine(
             one,

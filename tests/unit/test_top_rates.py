@@ -241,7 +241,7 @@ def test_faults_are_those_of_now_and_then_recorded_ones_the_newest_first() -> No
     assert texts[3] == text
 
 
-def test_an_engine_that_nobody_can_share_with_is_named() -> None:
+def test_an_engine_that_no_one_can_share_with_is_named() -> None:
     lonely = engine(3, fingerprint="11")
     found = view_of(None, node(engine(1), engine(2), lonely, engine(4, namespace="o"))).faults
     assert [(fault.kind, fault.engines) for fault in found] == [("alone", ("dp3",))]

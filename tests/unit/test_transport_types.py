@@ -63,7 +63,6 @@ MISTAKES = {
     "the_rank_has_another_name": ("        rank: int,", "        ordinal: int,"),
     "nothing_is_exported": ("    def export(", "    def describe("),
 }
-"""What is changed in the transport of another package, by the name of the module."""
 
 
 @pytest.fixture(scope="module")

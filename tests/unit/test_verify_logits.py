@@ -22,7 +22,6 @@ Logprobs = dict[str, Any]
 
 
 def logprobs(*tokens: str, chosen: float = -0.5, other: float = -2.0) -> Logprobs:
-    """An answer of these tokens, each beside one candidate."""
     top = [{token: chosen, "token_id:9": other} for token in tokens]
     return {"tokens": tokens, "token_logprobs": [chosen] * len(tokens), "top_logprobs": top}
 
@@ -40,7 +39,6 @@ class Played:
     asked: list[dict[str, Any]] = field(default_factory=list)
     imported: float = 5.0
     text: str = ""
-    """What it answers instead."""
 
     def metrics(self) -> str:
         line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}'
@@ -124,8 +122,8 @@ def test_answers_that_differ(place: str, capsys: pytest.CaptureFixture[str]) -> 
     of_b = [other if place == "b imported" else SAME, other if place == "b hit" else SAME]
     b = Played(of_b, imports=[64, 0])
     assert verify(Played([SAME, hit]), b, "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    judged = [pair["first_differing_token"] for pair in told["pairs"] if pair["judged"]]
+    reported = json.loads(capsys.readouterr().out)
+    judged = [pair["first_differing_token"] for pair in reported["pairs"] if pair["judged"]]
     assert sorted(judged, key=str) == ([1, None] if place != "b imported" else [1, 1])
 
 
@@ -137,7 +135,7 @@ def test_a_difference_within_the_tolerance_is_none(capsys: pytest.CaptureFixture
     assert "differ by 0.25 at most" in capsys.readouterr().out
 
 
-def test_no_import_is_told(
+def test_no_import_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_logits, "METRICS_SECONDS", 0.2)
@@ -163,8 +161,8 @@ def test_a_server_that_cannot_be_asked_is_named(
     assert said.startswith(f"kvshm verify-logits: {'A' if 'logprobs' in wrong else 'B'}: ")
 
 
-def answer(*tokens: str, **told: float) -> Answer:
-    found = logprobs(*tokens, **told)
+def answer(*tokens: str, **reported: float) -> Answer:
+    found = logprobs(*tokens, **reported)
     return Answer(list(tokens), found["token_logprobs"], found["top_logprobs"])
 
 
@@ -226,7 +224,6 @@ def test_an_odd_count_of_imports_is_refused(
 
 @contextmanager
 def sending(*pieces: bytes, pause: float = 0.0) -> Iterator[str]:
-    """A server that reads no request: it sends pieces, then closes."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
 
         def run() -> None:
@@ -257,7 +254,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
 @pytest.mark.parametrize(
     "pieces", [(b"garbage\r\n\r\n",), (HEAD, b"{}"), (b"",), (HEAD, b"\xff" * 1000)]
 )
-def test_an_answer_that_is_no_http_is_told(
+def test_an_answer_that_is_no_http_is_reported(
     pieces: tuple[bytes, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sending(*pieces) as url:
@@ -278,13 +275,13 @@ def test_the_timeout_is_for_the_whole_answer(
 
 
 @pytest.mark.parametrize("url", ["abc", "http://[::1", "http://h:99999999", "file:///etc", ""])
-def test_a_url_that_is_none_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_that_is_none_is_reported(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert asking(url) == 2
     assert capsys.readouterr().err.startswith("kvshm verify-logits: B: ")
 
 
 @pytest.mark.parametrize("top", [[{"a": None}], [{"a": "x"}], [[["a", [1]]]], [{"a": 10**400}], 7])
-def test_odd_candidates_are_told(top: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_candidates_are_reported(top: object, capsys: pytest.CaptureFixture[str]) -> None:
     odd = {"tokens": ["t"], "token_logprobs": [-1.0], "top_logprobs": top}
     assert verify(Played([odd, odd]), Played([odd, odd], imports=[64, 0])) == 2
     assert capsys.readouterr().err == (
@@ -292,7 +289,7 @@ def test_odd_candidates_are_told(top: object, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_a_deep_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     deep = Played([SAME, SAME], text="[" * 200_000)
     assert verify(deep, Played([SAME, SAME])) == 2
     assert "A: an answer without log-probabilities" in capsys.readouterr().err
@@ -300,6 +297,6 @@ def test_a_deep_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("wrong", ["--wait -1", "--wait nan", "--timeout 0", "--timeout inf"])
 def test_a_number_that_means_nothing_is_refused(wrong: str) -> None:
-    with pytest.raises(SystemExit) as told:
+    with pytest.raises(SystemExit) as reported:
         asking("http://127.0.0.1:1", *wrong.split())
-    assert told.value.code == 2
+    assert reported.value.code == 2

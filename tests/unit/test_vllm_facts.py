@@ -85,22 +85,10 @@ def test_the_page_is_the_generated_one() -> None:
     assert generated == page, "make docs"
 
 
-def test_the_page_on_versions_has_the_same_numbers() -> None:
-    private = sum(not fact.is_public for fact in FACTS)
-    files = known_sources()["files"].values()
-    parts = [part for known in files for part in known["parts"].values()]
-    nowhere = sum({*part["digests"]} == {ABSENT} for part in parts)
-    page = " ".join((ROOT / "docs/versions.md").read_text("utf-8").split())
-    assert f"relies on [{private} facts](vllm-facts.md)" in page
-    assert f"rest on {len(parts) - nowhere} functions and classes in {len(files)} files" in page
-    assert f"on {nowhere} overrides that no tested version has" in page
-
-
 # -- recording and comparing
 
 
 def played(version: str, files: Mapping[str, str]) -> Vllm:
-    """A vLLM of these files, with an empty one for each that facts name else."""
     return Vllm(version, lambda file: files[file].encode() if file in files else None)
 
 

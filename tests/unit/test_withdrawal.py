@@ -32,7 +32,6 @@ REGIONS = [Region(0, 64, 64, 8)]
 
 @pytest.fixture
 def on_cpu(tmp_path: Path) -> Iterator[list[PosixShmTransport]]:
-    """An exporter and an importer."""
     memories = [KVMemory.create(512) for _ in range(2)]
     made = [PosixShmTransport(m, REGIONS, 0, tmp_path / f"{i}") for i, m in enumerate(memories)]
     yield made
@@ -123,7 +122,6 @@ def test_a_peer_of_an_older_version_does_not_listen_for_fabric_handles(
 
 @pytest.fixture
 def copying(opened: RankHalf, exporter: Make, transport: PlayedTransport) -> RankHalf:
-    """A rank with an import whose copy is under way."""
     transport.state = CopyState.PENDING
     opened.begin_load(load_of(piece_of(exporter(), 2)))
     until(lambda: transport.copies)

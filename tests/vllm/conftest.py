@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 Lines = list[str]
-"""What kvshm has logged: the fixture ``lines``."""
 
 
 class Pair(NamedTuple):
@@ -102,7 +101,7 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("KVSHM_NAMESPACE", run_dir.name.lower())
     monkeypatch.setenv("KVSHM_STRICT", "1")
     monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
-    monkeypatch.setenv("KVSHM_JOIN_WAIT_MS", "0")  # tables may be served, and nobody answers a join
+    monkeypatch.setenv("KVSHM_JOIN_WAIT_MS", "0")  # tables may be served, and no one answers a join
 
     def make(
         asynchronous: bool = False,

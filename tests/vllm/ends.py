@@ -193,8 +193,8 @@ def end(
     engine.kill()
     found["sockets"] = seconds_until(lambda: not owned & set(node.sockets()), patience)
     seconds_until(lambda: not clients.waiting, 10)  # their connections are closed by now
-    told = round(clients.ended_at - sent, 2) if clients.ended_at else None
-    found |= {"requests": told, "waiting": clients.waiting, "left": len(left)}
+    reported = round(clients.ended_at - sent, 2) if clients.ended_at else None
+    found |= {"requests": reported, "waiting": clients.waiting, "left": len(left)}
     found["shm"] = sorted(name for name in mapped if os.path.exists(name))
     return found
 

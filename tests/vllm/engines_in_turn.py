@@ -1,9 +1,4 @@
-"""An OpenAI-compatible server whose engine changes: one after the other, in its own process.
-
-To make an engine takes 3 seconds here, and 20 where vLLM's server starts with it.  Answers only
-what tests ask, and one request at a time.  Beyond a server of vLLM's it can copy blocks of one KV
-cache group wrongly.  Run by tests only.
-"""
+"""An OpenAI-compatible server whose engine changes: one after the other, in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +25,6 @@ class WrongGroup:
         self.group: int | None = None
         self.kind = ""
         self._blocks: set[int] = set()
-        """Those that vLLM has allocated for the group."""
 
     def install(self) -> None:
         self._install_neighbours()

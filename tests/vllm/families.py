@@ -118,7 +118,6 @@ class Family:
     name: str
     write: Callable[[Path], Path]
     groups: tuple[tuple[str, int], ...]
-    """Of each KV cache group that vLLM makes: kind, tokens per block."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 

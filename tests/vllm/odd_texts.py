@@ -1,7 +1,4 @@
-"""Texts that clients may choose: whatever kvshm does with one, it must not read it.
-
-As ids of requests and sessions, as salts, in options, as names.
-"""
+"""Texts that clients may choose: whatever kvshm does with one, it must not read it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""vLLM offline, as a script of its own: ``LLM()``, enabled in one of the two ways.
-
-Reads one JSON list of token ids per line, answers with one JSON object per line.  Run by tests
-only.
-"""
+"""vLLM offline, as a script of its own: ``LLM()``, enabled in one of the two ways."""
 
 from __future__ import annotations
 

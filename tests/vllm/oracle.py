@@ -27,11 +27,8 @@ class Answers:
     """What two engines said to one prompt."""
 
     computed: Result
-    """By the exporter, which had nothing of the prompt."""
     imported: Result
-    """By the importer, which had nothing of the prompt either."""
     local_hit: Result
-    """By the exporter, asked again."""
 
 
 def random_prompt(seed: int, tokens: int) -> Prompt:

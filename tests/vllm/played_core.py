@@ -22,7 +22,6 @@ NOTED = {
     "set_xfer_handshake_metadata_pp_aware": KvshmConnector,
     "init_none_hash": core_module,
 }
-"""What is noted of a start, in the expected order, and whose it is."""
 
 Calls = dict[str, list[Any]]
 """Those of NOTED that a start has called, in their order, each with its callers that have an

@@ -15,7 +15,6 @@ from kvshm._engine.groups import Group
 GARBAGE = -1
 Kv = list[int]
 Read = Callable[[Group, int], int]
-"""``(group, position)``: the KV that lies there."""
 
 
 def kv_of(weights: int, before: int, token: int) -> int:

@@ -1,9 +1,4 @@
-"""vLLM engines that kvshm stays out of, one after the other in one process; run by tests only.
-
-The argument is a JSON list of [name, arguments of LLM(), environment, which needs of kvshm are
-not met].  Before an engine is made, and after it has answered, a line of JSON says so: what
-kvshm logs lies in between.
-"""
+"""vLLM engines that kvshm stays out of, one after the other in one process; run by tests only."""
 
 from __future__ import annotations
 

@@ -57,12 +57,12 @@ def full(scale: int = 1) -> FullAttentionSpec:
 
 
 def window(tokens: int, scale: int = 1) -> SlidingWindowSpec:
-    """A group with a sliding window of so many tokens."""
+    """A group with a sliding window of this many tokens."""
     return SlidingWindowSpec(BLOCK_SIZE * scale, sliding_window=tokens, **SHAPE)
 
 
 def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
-    """A group with chunked local attention in chunks of so many tokens."""
+    """A group with chunked local attention in chunks of this many tokens."""
     return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=tokens, **SHAPE)
 
 
@@ -107,13 +107,10 @@ class DrivenEngine:
     num_blocks: int = 32
     asynchronous: bool = False
     shares: bool = True
-    """Whether an epoch is expected to begin."""
     scheduler: Any = field(init=False)
     table: OwnSlotTable = field(init=False)
     cache: KVCacheConfig | None = None
-    """Of a cache that exists."""
     rank: RankDescription | None = None
-    """What a worker that exists says of itself."""
     outputs: Any = field(init=False)
     tokens: Any = field(default_factory=lambda: itertools.count(1000))
 
@@ -209,8 +206,8 @@ class DrivenEngine:
 
     def stats(self) -> dict[str, int] | None:
         """What the last output has brought for vLLM's metrics of connectors."""
-        told = [o.scheduler_stats for o in self.outputs.values() if o.scheduler_stats]
-        return next((one.kv_connector_stats for one in told), None)
+        reported = [o.scheduler_stats for o in self.outputs.values() if o.scheduler_stats]
+        return next((one.kv_connector_stats for one in reported), None)
 
     def _samples(self, name: str) -> bool:
         request = self.scheduler.requests.get(name)
@@ -226,7 +223,6 @@ class DrivenEngine:
         return [block.block_id for block in tables[group]]
 
     def tables_of(self, name: str) -> list[list[int]]:
-        """A request's block tables, by group."""
         tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
         return [[block.block_id for block in table] for table in tables]
 
@@ -283,11 +279,10 @@ def plan_of(
 
 
 Make = Callable[..., DrivenEngine]
-"""Makes an engine that ends with the test: the fixture ``engine``."""
 
 
 def prompt(blocks: int, tail: int = 3, first: int = 1) -> list[int]:
-    """Token ids of so many full blocks and a tail."""
+    """Token ids of this many full blocks and a tail."""
     return [first + i for i in range(blocks * BLOCK_SIZE + tail)]
 
 

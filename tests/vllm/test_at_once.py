@@ -45,33 +45,26 @@ def next_token(kv: list[int]) -> int:
 
 @dataclass
 class Computed:
-    """What a step computes of one request."""
-
     request: Request
     tables: list[list[int]]
     begin: int
     count: int
     anew: list[int] | None
-    """All its tokens, where the worker is told them."""
     samples: bool
 
 
 @dataclass
 class Node:
-    """The engine, its one rank, and what lies in the rank's memory."""
-
     e: DrivenEngine
     rnd: random.Random
     failing: float = 0.6
     memory: dict[int, Kv] = field(default_factory=dict)
     steps: deque[tuple[Sent, list[Computed]]] = field(default_factory=deque)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    """The worker's, by request."""
     delivered: dict[str, list[int]] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     chains: dict[bytes, list[int]] = field(default_factory=dict)
     later: list[tuple[LoadOrder, Request]] = field(default_factory=list)
-    """Asynchronous loads under way."""
     awaited: int = 0
     failed: int = 0
 
@@ -124,12 +117,12 @@ class Node:
 
     def schedule(self) -> None:
         sent = self.e.schedule()
-        told = {new.req_id for new in sent.output.scheduled_new_reqs}
-        told |= set(sent.output.scheduled_cached_reqs.resumed_req_ids)
+        reported = {new.req_id for new in sent.output.scheduled_new_reqs}
+        reported |= set(sent.output.scheduled_cached_reqs.resumed_req_ids)
         parts = []
         for name, count in sent.output.num_scheduled_tokens.items():
             request = self.e.scheduler.requests[name]
-            anew = list(request._all_token_ids) if name in told else None
+            anew = list(request._all_token_ids) if name in reported else None
             begin = request.num_computed_tokens - count
             samples = not request.is_prefill_chunk
             parts.append(Computed(request, self.e.tables_of(name), begin, count, anew, samples))
@@ -137,7 +130,6 @@ class Node:
         self.steps.append((sent, parts))
 
     def run(self) -> None:
-        """The oldest step is computed, and its output arrives."""
         sent, parts = self.steps.popleft()
         report = RankReport(step=sent.metadata.step)
         for load in sent.metadata.at_once:

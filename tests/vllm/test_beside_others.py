@@ -194,7 +194,7 @@ def test_a_lost_lease_is_a_miss_and_no_error(
     assert e.config.kv_transfer_config.kv_load_failure_policy == "fail"
     assert any("overridden with recompute" in line for line in lines)
     matches = iter([2 * BLOCK_SIZE])
-    e.connector._scheduler.importer.match = lambda *_: next(matches, 0)  # nobody has these blocks
+    e.connector._scheduler.importer.match = lambda *_: next(matches, 0)  # no one has these blocks
     e.add("a", prompt(3), max_tokens=1)
     sent = e.schedule()
     (load,) = sent.metadata.metadata[e.place].loads

@@ -50,9 +50,9 @@ class Answer(NamedTuple):
 
 
 def body(engine: Engine, prompt: Prompt, **options: Any) -> bytes:
-    told = {"model": str(engine.spec.model), "prompt": list(prompt), "max_tokens": 4}
-    told |= {"logprobs": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    return json.dumps({**told, "ignore_eos": True, "temperature": 0, **options}).encode()
+    reported = {"model": str(engine.spec.model), "prompt": list(prompt), "max_tokens": 4}
+    reported |= {"logprobs": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    return json.dumps({**reported, "ignore_eos": True, "temperature": 0, **options}).encode()
 
 
 def ask(

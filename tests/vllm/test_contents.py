@@ -36,20 +36,16 @@ SEEDS = range(6)
 FOREIGN = -2
 """Weights of another model, whose KV another connector brings."""
 Place = tuple[Group, int]
-"""A group, and the index of a block in its table."""
 
 
 @dataclass
 class Written:
-    """What a step computes of one request."""
-
     request: Request
     tables: list[list[int]]
     begin: int
     count: int
     samples: bool
     loaded: list[Place]
-    """The blocks that another connector fills before the step computes."""
 
     def block(self, place: Place) -> int:
         return self.tables[place[0].number][place[1]]
@@ -69,7 +65,6 @@ class Import:
     request: Request
     epoch: int
     places: dict[int, Place]
-    """Which blocks it fills."""
     bad: set[int] | None = None
     """Targets that did not arrive, once it has ended."""
 
@@ -82,7 +77,6 @@ class Node:
     rnd: random.Random
     weights: int = 0
     weights_of: dict[int, int] = field(default_factory=dict)
-    """Epoch -> the weights it was described with."""
     described: int | None = 0
     changed: bool = False
     epoch: int = 0
@@ -93,12 +87,10 @@ class Node:
     others: dict[str, range] = field(default_factory=dict)
     """Requests whose next step another connector loads for, and which of their hashes."""
     hashes: dict[str, range] = field(default_factory=dict)
-    """Hashes that were found, by request."""
     places: dict[str, dict[int, Place]] = field(default_factory=dict)
     """Which blocks the loads fill that the next step hands over."""
     added: int = 0
     seen: Counter[int] = field(default_factory=Counter)
-    """How often a readable block of each group was looked at."""
 
     def __post_init__(self) -> None:
         self.side = self.e.connector._scheduler
@@ -219,7 +211,6 @@ class Node:
     # -- the rank
 
     def run(self) -> None:
-        """The oldest step is computed, and its output arrives."""
         step = self.steps.popleft()
         metadata = step.sent.metadata
         report = RankReport(step=metadata.step, weights_changed=self.changed)
@@ -324,7 +315,6 @@ class Node:
     # -- what must hold at any moment
 
     def table(self) -> OwnSlotTable | None:
-        """The table that others may read from at the moment."""
         table = self.side.cache.table
         alive = table is not None and not table.retired and table.life(0) == table.epoch
         return table if alive else None

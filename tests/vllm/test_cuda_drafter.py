@@ -66,7 +66,7 @@ def test_the_order_of_report_and_drafter_is_one_of_two_that_are_known() -> None:
 def test_what_a_drafter_has_written_is_imported_and_verified(
     pair: list[DraftingEngine],
 ) -> None:
-    """Checksums are of what the drafter has written, and nobody reads a block before."""
+    """Checksums are of what the drafter has written, and no one reads a block before."""
     a, b = pair
     imports_what_was_computed(a, b)
     counted = b.cache.table.counters

@@ -28,7 +28,6 @@ from .cuda_workers import Make, Played, finished, load_of, until
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load thread that is not woken looks at nothing for a minute."""
     monkeypatch.setattr(rank_half, "TIDY_SECONDS", 60.0)
 
 
@@ -157,7 +156,6 @@ def test_a_load_ends_with_its_copy_though_a_later_one_is_under_way(
 
 
 def let_one_end(copies: CopyStream) -> None:
-    """Let the GPU do the oldest copy, and nothing behind it."""
     event, queue = copies._pending[0].buffers.event, copies.stream.owner.work
     while event.reached < event.turn:
         queue.popleft()()
@@ -227,7 +225,7 @@ def test_loads_leave_no_event_behind(cuda_worker: Make) -> None:
     until(lambda: importer.driver.events == before)
 
 
-def test_a_load_that_was_reported_is_kept_by_nobody(cuda_worker: Make) -> None:
+def test_a_load_that_was_reported_is_kept_by_no_one(cuda_worker: Make) -> None:
     exporter, importer = cuda_worker(1), cuda_worker(2)
     importer.side.begin_loads(StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)]))
     load = weakref.ref(importer.rank._begun["request"])

@@ -46,7 +46,6 @@ def configured(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def prompt(blocks: int) -> list[int]:
-    """So many full blocks and half a further one."""
     return list(range(1, blocks * BLOCK_SIZE + BLOCK_SIZE // 2 + 1))
 
 

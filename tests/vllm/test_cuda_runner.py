@@ -56,7 +56,6 @@ WAITS = (
     (importer_module, "LINGER_SECONDS"),
     (attachments, "ATTACH_WAIT_SECONDS"),
 )
-"""What an engine waits for another one by the real clock."""
 LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}
 
 
@@ -156,7 +155,6 @@ class InProcessEngine:
         return self.engine.ready()
 
     def values(self, blocks: list[int]) -> list[set[int]]:
-        """Which bytes occur in these blocks."""
         packed = [cache.view(torch.uint8).flatten(1) for cache in self.caches.values()]
         return [{byte for cache in packed for byte in cache[b].tolist()} for b in blocks]
 
@@ -246,7 +244,6 @@ def imports_what_was_computed(a: InProcessEngine, b: InProcessEngine) -> None:
 
 
 def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
-    """What an import of b's from a may hold: leases, the ticket, blocks, what b notes of it."""
     importer, table = b.engine.connector._scheduler.importer, b.cache.table
     parts = {"": importer, "running.": importer.running, "held.": importer.held}
     noted = {

@@ -1,8 +1,4 @@
-"""The connector's half in a CUDA worker, in the order in which Model Runner V2 calls it.
-
-The GPU is played (FakeDriver); everything else is real: the worker's side, vLLM's own cache
-allocation, slot tables, the load's thread.
-"""
+"""The connector's half in a CUDA worker, in the order in which Model Runner V2 calls it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,6 @@ class Node:
         self.e.run(sent)
 
     def measure(self, per_token: float) -> None:
-        """Compute and answer a prompt of 256 tokens, and decode."""
         self.e.add("decodes", prompt(0), max_tokens=40)
         for _ in range(40):
             self.step(per_token)
@@ -199,7 +198,7 @@ def test_what_counts_as_a_prefill_is_no_longer_than_a_step_can_be(
 
 @pytest.mark.parametrize(("known", "timed"), [(True, 1 + 16 // 8), (False, 17)])
 @pytest.mark.parametrize("max_tokens", [1, 7, 8])
-def test_of_prompts_that_nobody_may_have_a_few_are_timed(
+def test_of_prompts_that_no_one_may_have_a_few_are_timed(
     engine: Make, monkeypatch: pytest.MonkeyPatch, max_tokens: int, known: bool, timed: int
 ) -> None:
     """However many steps a request takes; and the first, before the ranks know all."""
@@ -245,8 +244,8 @@ def test_what_is_thrown_away_is_not_counted_as_imported(
     ((piece,),) = [load.pieces for load in sent.metadata.at_once]
     n.answer(sent, *piece.targets[-1:] * bad)
     good = 1 - bad
-    told = (n.count(c.IMPORTED_BLOCKS), n.count(c.LOADS_DONE), n.count(c.LOADS_FAILED))
-    assert told == (good * BLOCKS, good, bad)
+    reported = (n.count(c.IMPORTED_BLOCKS), n.count(c.LOADS_DONE), n.count(c.LOADS_FAILED))
+    assert reported == (good * BLOCKS, good, bad)
     stats = n.e.stats()
     assert stats is not None
     assert (stats["imported_blocks"], stats["failed_loads"]) == (good * BLOCKS, bad)

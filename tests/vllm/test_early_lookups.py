@@ -31,11 +31,9 @@ class Starting:
         self._coordinator.listen()
 
     def scheduled(self) -> set[str]:
-        """The requests of the next step."""
         return set(self.engine.step().output.num_scheduled_tokens)
 
     def joins(self) -> None:
-        """The coordinator answers: nobody else is there."""
         epoch = self.cache.epoch_state.table.epoch
         self.cache._handler.apply(
             Joined(
@@ -56,7 +54,7 @@ def starting(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting
     starting.close()
 
 
-def test_it_waits_until_the_peers_are_known_and_holds_up_nobody_else(starting: Starting) -> None:
+def test_it_waits_until_the_peers_are_known_and_holds_up_no_one_else(starting: Starting) -> None:
     starting.engine.add("early", prompt(4))
     for _ in range(50):  # however often vLLM asks
         assert starting.scheduled() == set()

@@ -41,7 +41,9 @@ def test_a_line_that_names_kvshm_is_found(line: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["kvshm._native", "kvshm.hooks.vllm.plugin", "json"])
-def test_a_process_that_has_loaded_kvshm_is_told_from_one_that_has_not(module: str) -> None:
+def test_a_process_that_has_loaded_kvshm_is_distinguished_from_one_that_has_not(
+    module: str,
+) -> None:
     """The plugin's module alone, which vLLM imports in any case, loads nothing of kvshm."""
     program = f"import {module}; print(flush=True); input()"
     command = [sys.executable, "-c", program]

@@ -87,14 +87,6 @@ def test_the_plugin_follows_the_engines_configuration(
     assert lines[-1].endswith("not sharing the prefix cache: KVSHM_SHARE=none")
 
 
-def test_sharing_nothing_by_the_engines_configuration_installs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
-) -> None:
-    enabled(monkeypatch)
-    assert transfer_of(tmp_path, kv_connector_extra_config={"share": "none"}) is None
-    assert lines[-1].endswith("not sharing the prefix cache: kv_connector_extra_config: share=none")
-
-
 @pytest.mark.parametrize("connector", [{}, OURS], ids=["unnamed", "named"])
 @pytest.mark.parametrize(
     ("extra", "said"),

@@ -41,7 +41,6 @@ FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "pool_reset": lambda side: (side.epochs, "reset"),
     "has_pending_push_work": lambda side: (side, "must_step"),
 }
-"""Hook -> what it calls, by owner and name."""
 
 
 def broken(*_: Any, **__: Any) -> None:
@@ -52,17 +51,17 @@ def broken(*_: Any, **__: Any) -> None:
 def tracebacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The lines of kvshm that come with a traceback."""
     monkeypatch.setattr(boundary, "_log_limit", LogLimit(math.inf))
-    told: list[str] = []
+    reported: list[str] = []
     make = logging.getLogRecordFactory()
 
     def hear(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if record.name.startswith("vllm.kvshm") and record.exc_info:
-            told.append(record.getMessage())
+            reported.append(record.getMessage())
         return record
 
     logging.setLogRecordFactory(hear)
-    yield told
+    yield reported
     logging.setLogRecordFactory(make)
 
 
@@ -86,8 +85,6 @@ def finish(e: DrivenEngine, name: str) -> None:
 
 @pytest.fixture
 def lenient(engine: Make) -> Make:
-    """Makes engines whose hooks may fail, as in production: no error reaches vLLM."""
-
     def make(asynchronous: bool = False) -> DrivenEngine:
         e = engine(asynchronous)
         e.connector.strict = False
@@ -113,11 +110,11 @@ def test_the_engine_withdraws_everything_and_serves_on(
     finish(e, "second")
     assert_off(e, hook, tracebacks)
     config = Config.from_env(os.environ)
-    ((_, told),) = list_declined(Path(config.run_dir), config.namespace)
-    assert told.reason == f"kvshm is off until the engine is restarted: {hook}: a bug"
+    ((_, reported),) = list_declined(Path(config.run_dir), config.namespace)
+    assert reported.reason == f"kvshm is off until the engine is restarted: {hook}: a bug"
 
 
-def test_a_load_is_told_of_by_the_very_step_whose_hook_fails(
+def test_a_load_is_reported_by_the_very_step_whose_hook_fails(
     lenient: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str]
 ) -> None:
     """Its request would wait for ever."""

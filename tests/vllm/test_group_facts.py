@@ -29,7 +29,6 @@ KINDS = {
 
 
 def with_sparse_windows(engine: Make, *specs: Any) -> DrivenEngine:
-    """An engine that keeps windows as vLLM does by default."""
     e = engine(num_blocks=64, specs=specs)
     e.scheduler.kv_cache_manager.coordinator.retention_interval = 0
     return e
@@ -62,7 +61,6 @@ def test_windows_are_kept_at_the_shared_prefix_boundary(engine: Make, boundary: 
 
 
 def hashed(e: DrivenEngine) -> set[int]:
-    """Which blocks of the windowed group vLLM has given a hash."""
     blocks = e.scheduler.kv_cache_manager.get_blocks("a").blocks[1]
     return {index for index, block in enumerate(blocks) if block.block_hash is not None}
 

@@ -24,12 +24,10 @@ from .several_groups import peer_of as peer_of
 
 WINDOW = 40
 WHOLE = 6 * BLOCK_SIZE
-"""Tokens of the six blocks of a prompt."""
 Observed = tuple[RequestImporter, list[float], list[Any]]
 
 
 def observed(e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> Observed:
-    """The engine's importer, the time that it sees, and the searches that it makes."""
     importer, now, asked = e.connector._scheduler.importer, [1000.0], list[Any]()
     monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
     lookup = importer._cache.planner.lookup
@@ -41,7 +39,6 @@ def observed(e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> Observed:
 
 @pytest.fixture
 def e(engine: Make) -> DrivenEngine:
-    """An engine that keeps windows as vLLM does by default."""
     e = engine(num_blocks=64, specs=[full(), window(WINDOW)])
     e.scheduler.kv_cache_manager.coordinator.retention_interval = 0
     return e

@@ -93,6 +93,5 @@ class Wanted:
 
 
 def room_taken(e: DrivenEngine) -> int:
-    """The blocks that requests under way will still take, as the importer counts them."""
     room = e.connector._scheduler.importer.room
     return sum(map(room._missing, e.scheduler.requests.values()))

@@ -49,7 +49,7 @@ def with_own_blocks(e: DrivenEngine, peer: PeerOf) -> list[int]:
 def test_own_blocks_complete_what_a_peer_holds(
     engine: Make, peer_of: Any, asynchronous: bool, at_once: bool
 ) -> None:
-    """They are copied: vLLM allocates new blocks for them.  Nobody leases them."""
+    """They are copied: vLLM allocates new blocks for them.  No one leases them."""
     e = engine(asynchronous, 48, [full(), window(40)])
     peer, rank = peer_of(e), Played(e)
     own = with_own_blocks(e, peer)

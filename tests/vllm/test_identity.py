@@ -302,11 +302,11 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
-    told = subprocess.run(
+    reported = subprocess.run(
         command, env=environ, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.splitlines()[-1] == str(some_fields(tmp_path / "m"))
+    assert reported.returncode == 0, reported.stderr
+    assert reported.stdout.splitlines()[-1] == str(some_fields(tmp_path / "m"))
 
 
 def test_the_none_hash_is_known_once_vllm_has_chosen_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,23 +25,20 @@ from .several_groups import KINDS
 
 BIT = LeaseBit(9)
 OTHERS = 10_000
-"""First token of prompts that share nothing with the first one."""
 
 
 def compute(e: DrivenEngine, tokens: list[int], name: str = "first") -> None:
-    """A request comes and goes."""
     e.add(name, tokens, max_tokens=1)
     while name in e.scheduler.requests:
         e.step()
 
 
 def records_of(e: DrivenEngine, blocks: set[int]) -> bytes:
-    """What importers know of published blocks."""
     return pack_records(r for r in unpack_records(e.table.scan()) if r.block_id in blocks)
 
 
 def storm(e: DrivenEngine, blocks: int, rounds: int = 4) -> set[int]:
-    """Prompts of so many blocks come and go; returns what vLLM handed out."""
+    """Prompts of this many blocks come and go; returns what vLLM handed out."""
     pool = e.scheduler.kv_cache_manager.block_pool
     handed_out, hand_out = set[int](), pool.get_new_blocks
 
@@ -184,9 +181,7 @@ class Step(NamedTuple):
     """What an engine has made of a step."""
 
     scheduled: dict[str, int]
-    """How many tokens of each request."""
     preemptions: dict[str, int]
-    """Of each request, since it arrived."""
     tables: dict[str, list[list[int]]]
 
 

@@ -1,8 +1,5 @@
 """What a lease is worth on a GPU: asynchronous scheduling, copies that last for two steps of an
-exporter whose pool is short, and hot prefixes that are its oldest free blocks.
-
-Counted in blocks and steps: a copy ends when the test says so, so a slow machine changes nothing.
-"""
+exporter whose pool is short, and hot prefixes that are its oldest free blocks."""
 
 from __future__ import annotations
 
@@ -40,17 +37,13 @@ FILL_BLOCKS = 13
 
 
 class Outcome(NamedTuple):
-    """What some rounds have brought."""
-
     imported: int
     discarded: int
-    """Blocks that the exporter reused under the copy."""
     forced: int
     kept: int
     computed_again: int
     """Hot prefixes that the exporter had to compute once more."""
     steps: int
-    """The exporter's, while blocks were leased."""
 
 
 class Reuse:
@@ -86,7 +79,6 @@ class Reuse:
         self.settle(self.a)
 
     def is_there(self, chain: list[bytes]) -> bool:
-        """Whether others may read the whole prefix."""
         found = {record.block_hash for record in unpack_records(self.a.cache.table.scan())}
         return found.issuperset(chain[:PREFIX_BLOCKS])
 
@@ -118,11 +110,9 @@ class Reuse:
         assert self.leased() == 0
 
     def leased(self) -> int:
-        """How many blocks of the exporter are leased."""
         return sum(bool(slot.leases) for slot in self.a.cache.table.slots())
 
     def outcome(self) -> Outcome:
-        """Of ROUNDS rounds."""
         before = self.counted()
         self.computed_again = self.steps = 0
         for _ in range(ROUNDS):

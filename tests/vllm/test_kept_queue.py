@@ -55,10 +55,8 @@ class Life:
         self.records: dict[int, bytes] = {}
         self.used: list[Any] = []
         self.wanted = set[int]()
-        """Blocks that are held or leased."""
 
     def queue(self) -> list[int]:
-        """The free blocks in their order, which is the same backwards."""
         found = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
         backwards, block = [], self.pool.free_block_queue.fake_free_list_tail.prev_free_block
         while block.prev_free_block is not None:

@@ -120,7 +120,7 @@ def _what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> None
     assert node.end_coordinator() == 0
     left = node.owned(small)
     assert left
-    small.kill()  # nobody is there to tell the other
+    small.kill()  # no one is there to tell the other
     assert other.complete(prompt) in (computed, hit)
 
     node.start_coordinator()

@@ -52,8 +52,6 @@ def waits_for_a_place(n: Node) -> Sent:
 def test_however_long_a_request_waits_it_imports_what_a_local_hit_would_give(
     node: Callable[..., Node], wait: Callable[[Node], Sent]
 ) -> None:
-    """Imports are estimated, and every so many of them are trials: questions must not count as
-    imports."""
     n = node("auto")
     n.attach()
     n.measure(per_token=0.001)

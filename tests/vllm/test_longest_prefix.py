@@ -37,11 +37,8 @@ from kvshm.hooks.vllm.identity.groups import groups_of
 
 HASHES = 24
 SIZE = 4
-"""Tokens per hash."""
 CASES = 100
-"""Random caches per model."""
 Key = tuple[int, int]
-"""Group, and index of the block in it."""
 
 
 def full(scale: int = 1) -> FullAttentionSpec:
@@ -221,5 +218,4 @@ def test_the_longest_prefix_is_what_one_cache_with_all_blocks_would_give(
 
 
 def needed_locally(node: Node, local: int) -> set[Key]:
-    """All blocks before the local hit."""
     return {(g.number, i) for g in node.groups.all for i in range(local // g.scale)}

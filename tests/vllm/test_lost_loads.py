@@ -1,7 +1,4 @@
-"""Loads that nobody reports: found after a while, and their requests computed.
-
-None should be lost; each test plants a loss at another stage.
-"""
+"""Loads that no one reports: found after a while, and their requests computed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def arrived(sent: Any) -> RankReport:
-    """The rank's report of the step: all of its loads have arrived."""
     report = RankReport(step=sent.metadata.step)
     for load in sent.metadata.loads:
         object.__setattr__(load, "lost", ())
@@ -74,11 +73,11 @@ def first_steps(e: DrivenEngine, *names: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("estimated", [True, False])
-def test_a_match_keeps_nobody_waiting_where_memory_is_short(
+def test_a_match_keeps_no_one_waiting_where_memory_is_short(
     engine: Make, held: Any, estimated: bool
 ) -> None:
     """vLLM admits an asynchronous load only beside all that prefills under way still need, and
-    looks at nobody behind it.  Also where kvshm does not see that coming, it costs one step."""
+    looks at no one behind it.  Also where kvshm does not see that coming, it costs one step."""
 
     def drive(blocks: int) -> dict[str, int]:
         e = engine(
@@ -102,8 +101,8 @@ def test_a_match_keeps_nobody_waiting_where_memory_is_short(
 def test_an_import_does_not_wait_for_blocks_that_others_take_while_it_lasts(
     engine: Make, held: Any
 ) -> None:
-    """vLLM looks at nobody behind a request whose load has ended and for whose rest there is no
-    room, and preempts nobody for it."""
+    """vLLM looks at no one behind a request whose load has ended and for whose rest there is no
+    room, and preempts no one for it."""
 
     def drive(blocks: int) -> list[int]:
         e = engine(
@@ -134,7 +133,7 @@ def test_an_import_keeps_no_session_waiting_for_blocks_that_it_holds_itself(
     engine: Make, held: Any, policy: str
 ) -> None:
     """A session's next input takes the blocks that were there for the rest of the request.  vLLM
-    then looks at nobody behind that request, not even at the session, and nobody runs."""
+    then looks at no one behind that request, not even at the session, and no one runs."""
     e = engine(num_blocks=40, scheduling_policy=policy)
     held(e, 6, alike=prompt(11, first=2000))
     session = e.add("session", prompt(20), max_tokens=1, resumable=True)

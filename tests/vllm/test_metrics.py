@@ -1,7 +1,4 @@
-"""What was loaded, on its way through vLLM's own classes to the page that Prometheus reads.
-
-That an engine's /metrics tells it is shown by test_sharing.py and test_lifecycle.py.
-"""
+"""What was loaded, on its way through vLLM's own classes to the page that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ TOLD = {**LOADS, "import_seconds": {"shm": [0.25, 0.0007]}, "prompt_tokens": PRO
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Those of Prometheus and of vLLM are the process's."""
     known = {k: v for k, v in KVConnectorFactory._registry.items() if k != "KvshmConnector"}
     monkeypatch.setattr(KVConnectorFactory, "_registry", known)
     unregister_vllm_metrics()
@@ -70,8 +66,8 @@ def transfer(multi: bool) -> KVTransferConfig:
 
 def page() -> dict[str, float]:
     lines = generate_latest(REGISTRY).decode().splitlines()
-    told = (line.rpartition(" ") for line in lines if line.startswith("vllm:kvshm_"))
-    return {name: float(value) for name, _, value in told if "_created" not in name}
+    reported = (line.rpartition(" ") for line in lines if line.startswith("vllm:kvshm_"))
+    return {name: float(value) for name, _, value in reported if "_created" not in name}
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
@@ -79,8 +75,8 @@ def test_each_engine_of_an_api_server_has_its_own_numbers(multi: bool) -> None:
     config: Any = SimpleNamespace(kv_transfer_config=transfer(multi))
     labels = {0: ["m", "0"], 1: ["m", "1"]}
     prom = KVConnectorProm(config, ["model_name", "engine"], labels)
-    told = {"KvshmConnector": TOLD} if multi else TOLD
-    data = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as between processes
+    reported = {"KvshmConnector": TOLD} if multi else TOLD
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(reported))  # as between processes
     for _ in range(2):
         prom.observe(data, engine_idx=1)
     prom.observe({"KvshmConnector": {"unknown": 1}} if multi else {"unknown": 1}, engine_idx=1)
@@ -168,7 +164,6 @@ def test_sums_of_steps_are_the_same_however_they_are_added(steps: list[LoadStats
 
 
 def test_a_step_in_which_nothing_happened_tells_nothing(engine: Make) -> None:
-    """A worker neither."""
     e = engine()
     e.add("a", prompt(2))
     e.step()

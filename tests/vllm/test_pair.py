@@ -97,16 +97,16 @@ def test_an_answer_says_where_its_prompt_came_from(uneven: Pair) -> None:
     rest = len(prompt) - shared
     common = {"prompt_tokens": len(prompt), "peer_tokens": 0}
     with node.sharing(exporter, shareable(prompt)):
-        told = answered(exporter, prompt, asked)
-    assert told == {**common, "local_tokens": 0, "computed_tokens": len(prompt)}
-    told = answered(importer, prompt, asked)
+        reported = answered(exporter, prompt, asked)
+    assert reported == {**common, "local_tokens": 0, "computed_tokens": len(prompt)}
+    reported = answered(importer, prompt, asked)
     with contextlib.closing(node.table(exporter)) as table:
         peers = {table.engine: shared}
-    assert told == {
+    assert reported == {
         **common, "local_tokens": 0, "peer_tokens": shared, "computed_tokens": rest, "peers": peers
     }  # fmt: skip
-    told = answered(importer, prompt, asked)
-    assert told == {**common, "local_tokens": shared, "computed_tokens": rest}
+    reported = answered(importer, prompt, asked)
+    assert reported == {**common, "local_tokens": shared, "computed_tokens": rest}
     assert answered(importer, prompt, {}) is None
 
 

@@ -31,7 +31,6 @@ assert peer_of  # a fixture
 
 COUNTERS = (PROMPT_TOKENS_LOCAL, PROMPT_TOKENS_PEER, PROMPT_TOKENS_COMPUTED)
 OWN = 55
-"""The epoch of an engine."""
 REPORT = {"kvshm": {"report": True}}
 
 
@@ -53,15 +52,14 @@ class Node(test_at_once.Node):
         self.by_vllm: dict[str, tuple[int, int, int]] = {}
         self.answers: dict[str, dict[str, int]] = {}
         self.preempted = 0
-        self.told = LoadStats()
-        """All that vLLM was told for its metrics."""
+        self.stats = LoadStats()
         update = self.e.scheduler.update_from_output
 
         def heard(*args: Any) -> Any:
             done = update(*args)
             stats = [each.scheduler_stats for each in done.values() if each.scheduler_stats]
-            for told in (one.kv_connector_stats or {} for one in stats):
-                self.told.aggregate(LoadStats(told))
+            for sums in (one.kv_connector_stats or {} for one in stats):
+                self.stats.aggregate(LoadStats(sums))
             for output in (one for each in done.values() for one in each.outputs):
                 if (stats := output.prefill_stats) is not None:
                     self.by_vllm[output.request_id] = (
@@ -127,9 +125,9 @@ class Node(test_at_once.Node):
     def check_requests(self) -> None:
         """In the end, each request that had an answer."""
         assert self.answers.keys() <= self.by_vllm.keys()
-        for name, told in self.answers.items():
+        for name, answer in self.answers.items():
             local, peer, computed = self.by_vllm[name]
-            assert told == {
+            assert answer == {
                 "prompt_tokens": len(self.prompts[name]),
                 "local_tokens": local,
                 "peer_tokens": peer,
@@ -148,7 +146,7 @@ def work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (node.side.importer.imports, prompts._reports) == ({}, {})
     assert node.preempted
     assert all(counted(node.e))
-    assert tuple(node.told.data["prompt_tokens"].values()) == counted(node.e)
+    assert tuple(node.stats.data["prompt_tokens"].values()) == counted(node.e)
     assert len(node.answers) > 20
 
 
@@ -308,8 +306,8 @@ def answer_of(e: DrivenEngine, name: str) -> dict[str, Any] | None:
         sent = e.schedule()
         loads = [*sent.metadata.loads, *sent.metadata.at_once]
         Played(e).run(sent, *(LoadReport(load.load_id, load.lost) for load in loads))
-    told = (one for each in e.outputs.values() for one in each.outputs)
-    return next(one.kv_transfer_params for one in told if one.request_id == name)
+    outputs = (one for each in e.outputs.values() for one in each.outputs)
+    return next(one.kv_transfer_params for one in outputs if one.request_id == name)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -334,21 +332,21 @@ def test_an_answer_names_the_engines_it_is_from(
     }
 
 
-def test_only_who_asks_is_told(engine: Make) -> None:
+def test_only_who_asks_is_reported(engine: Make) -> None:
     e = engine()
     e.add("r", prompt(1), max_tokens=1)
     assert answer_of(e, "r") is None
     unshared = {"kvshm": {"share": False, "report": True}}
     e.add("s", prompt(1), max_tokens=1, extra_args={"kv_transfer_params": unshared})
-    told = answer_of(e, "s")
-    assert told is not None
-    assert told["kvshm"] == {
+    answer = answer_of(e, "s")
+    assert answer is not None
+    assert answer["kvshm"] == {
         "prompt_tokens": BLOCK_SIZE + 3,
         "local_tokens": BLOCK_SIZE,
         "peer_tokens": 0,
         "computed_tokens": 3,
         "share": False,  # so that it holds where a router sends the answer
     }
-    request = e.add("t", prompt(1), max_tokens=1, extra_args={"kv_transfer_params": told})
+    request = e.add("t", prompt(1), max_tokens=1, extra_args={"kv_transfer_params": answer})
     assert not e.connector._scheduler.importer.may_share(request)
     assert answer_of(e, "t") is None

@@ -69,7 +69,6 @@ STARTING = {
     "init_worker", "initialize_from_config", "load_model", "set_kv_cache_layout",
     "update_environment_variables", "update_max_model_len",
 }  # fmt: skip
-"""Calls that come before the connector has started."""
 
 
 def test_harmless_calls_are_methods_that_vllm_has() -> None:
@@ -104,9 +103,9 @@ def test_sleep_resets_first_and_only_a_full_wake_up_resumes_steps() -> None:
 def test_connectors_are_told_before_the_kv_cache_is_unmapped() -> None:
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return  # vLLM 0.32: test_weights_sleep_and_wake_by_methods_of_these_names
-    told = "get_kv_transfer_group().unregister_kv_caches()"
-    in_order(Worker.sleep, told, "sleep_mode_backend.suspend(")
-    in_order(Worker.discard, '"kv_cache" in tags', told, "sleep_mode_backend.discard(")
+    reported = "get_kv_transfer_group().unregister_kv_caches()"
+    in_order(Worker.sleep, reported, "sleep_mode_backend.suspend(")
+    in_order(Worker.discard, '"kv_cache" in tags', reported, "sleep_mode_backend.discard(")
     in_order(MultiConnector.unregister_kv_caches, "c.unregister_kv_caches()")
     in_order(MultiConnector.supports_sleep_mode, ".supports_sleep_mode(c)")
     assert KvshmConnector.supports_sleep_mode(None)

@@ -43,16 +43,16 @@ class Core:
 
     def __init__(self, engine: DrivenEngine, seconds: float) -> None:
         self.model_executor = Executor(engine)
-        told = description()
-        engine.rank = RankDescription(told.info, told.fields, seconds=seconds)
+        reported = description()
+        engine.rank = RankDescription(reported.info, reported.fields, seconds=seconds)
         self.start(engine)
 
-    def start(self, engine: DrivenEngine, told: dict[Any, Any] | None = None) -> None:
+    def start(self, engine: DrivenEngine, reported: dict[Any, Any] | None = None) -> None:
         """A method of the core, which kvshm finds on the stack.  ``told``: what the ranks say."""
-        if told is None:
+        if reported is None:
             engine.shake_hands()
         else:
-            engine.connector.set_xfer_handshake_metadata_pp_aware(told)
+            engine.connector.set_xfer_handshake_metadata_pp_aware(reported)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ class Clock:
 def test_calls_that_come_again_and_again_do_not_have_the_weights_read_each_time(
     called: Any,
 ) -> None:
-    """A monitor that calls the ranks each second, or a writer that nobody hears of."""
+    """A monitor that calls the ranks each second, or a writer that no one hears of."""
     e, executor = called(seconds=2.0)
     descriptions = e.connector._scheduler.epochs.descriptions
     clock = descriptions._clock = Clock()
@@ -205,8 +205,8 @@ def test_calls_that_come_again_and_again_do_not_have_the_weights_read_each_time(
     clock.now += 0.002
     sent = e.schedule()
     assert sent.metadata.describe
-    told = RankDescription(description().info, {"weights": "w"}, seconds=3.0)
-    answers = {"descriptions": {0: told}, "describes": sent.metadata.describe}
+    reported = RankDescription(description().info, {"weights": "w"}, seconds=3.0)
+    answers = {"descriptions": {0: reported}, "describes": sent.metadata.describe}
     e.run(sent, RankReport(sent.metadata.step, **answers))
     e.wait_for_epoch()
     report = RankReport(0, written={0: "model.norm.weight"}, weights_changed=True)

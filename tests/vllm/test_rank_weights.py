@@ -87,7 +87,7 @@ def side_of(connector: KvshmConnector) -> WorkerSide:
 
 
 def write(connector: KvshmConnector) -> None:
-    """Write the weights so that nobody hears of it."""
+    """Write the weights so that no one hears of it."""
     (model,) = side_of(connector)._weights.models
     model[0].weight.data.add_(1)  # type: ignore[index,operator,union-attr]  # a Sequential
 
@@ -187,8 +187,8 @@ def test_imports_under_way_bring_nothing(
     finished, bad, report = step(sharing, StepMetadata(4, loads=[later]))
     loads = list(report.loads)
     while len(finished) < 2:
-        more, worse, told = step(sharing, StepMetadata(5))
-        finished, bad, loads = finished | more, bad | worse, [*loads, *told.loads]
+        more, worse, reported = step(sharing, StepMetadata(5))
+        finished, bad, loads = finished | more, bad | worse, [*loads, *reported.loads]
     assert bad == {*arrived.targets, *later.targets}
     assert {load.load_id: load.bad for load in loads} == {"1": (11,), "2": (12,)}
     assert SyncPoint.COPIED in copied

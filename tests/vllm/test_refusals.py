@@ -133,7 +133,7 @@ def test_vllm_gives_no_routed_experts_for_what_it_has_not_computed(engine: Make)
     assert aux.cap_external_hit(request, 0, 2 * BLOCK_SIZE) == 2 * BLOCK_SIZE
 
 
-def test_an_amd_gpu_is_told_from_other_cuda_devices(
+def test_an_amd_gpu_is_distinguished_from_other_cuda_devices(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vars(config.device_config), "device_type", "cuda")

@@ -66,7 +66,7 @@ class Copying:
         """Nothing was."""
 
     def hook_took(self, hook: str, nanoseconds: int) -> None:
-        """Nobody asks."""
+        """No one asks."""
 
 
 class Worker:
@@ -128,7 +128,7 @@ def engine_rank() -> Any:
 def loading(
     request: pytest.FixtureRequest, engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[DrivenEngine, Worker]]:
-    """An engine whose request "a" loads two blocks, which ends after so many looks at it."""
+    """An engine whose request "a" loads two blocks, which ends after this many looks at it."""
 
     def make(
         polls: int, asynchronous: bool = False, before: Callable[..., None] = lambda *_: None

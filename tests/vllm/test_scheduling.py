@@ -44,19 +44,19 @@ def test_chunked_prefill_publishes_chunk_by_chunk(engine: Make) -> None:
     assert seen == [2, 5, 5]
 
 
-def test_what_a_decode_shows_is_told_with_its_output(
+def test_what_a_decode_shows_is_reported_with_its_output(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the last step before the engine falls idle."""
     e = engine()
     e.add("a", prompt(1), max_tokens=40)
     e.step()
-    told: list[set[int]] = []
+    reported: list[set[int]] = []
     publisher = e.connector._scheduler.cache.publisher
-    monkeypatch.setattr(publisher, "_send", lambda _: told.append(e.ready()))
+    monkeypatch.setattr(publisher, "_send", lambda _: reported.append(e.ready()))
     while len(e.ready()) < 2:
         assert isinstance(e.step().metadata, QuietStep)
-    assert told[-1] == e.ready()
+    assert reported[-1] == e.ready()
 
 
 def test_decoded_blocks_are_published(engine: Make) -> None:
@@ -185,7 +185,7 @@ def test_a_block_that_priority_preemption_left_uncomputed_is_not_built_upon(
     engine: Make,
 ) -> None:
     """With priorities a request may lose its place in the schedule() that has hashed blocks for
-    it.  Nobody computes them then, but others hit them."""
+    it.  No one computes them then, but others hit them."""
     e = engine(
         num_blocks=9,
         max_num_batched_tokens=3 * BLOCK_SIZE,

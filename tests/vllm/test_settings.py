@@ -200,9 +200,13 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
     stale = exporter.connector._scheduler.cache.publisher
     stale.retract([*exporter.ready()])
     cache.planner.load(plan, "late", [1, 2, 3])
-    told = counted(importer)
-    assert (told["loads_failed"], told["quarantines"], told["miss_quarantined"]) == (3, 1, 1)
-    assert (told["miss_lease_lost"], told["lease_lost"]) == (1, 3)
+    reported = counted(importer)
+    assert (reported["loads_failed"], reported["quarantines"], reported["miss_quarantined"]) == (
+        3,
+        1,
+        1,
+    )
+    assert (reported["miss_lease_lost"], reported["lease_lost"]) == (1, 3)
 
 
 # -- what of vLLM is missing is named, once

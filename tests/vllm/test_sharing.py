@@ -108,13 +108,13 @@ def test_metrics_of_the_node_say_what_vllm_says(pair: Pair) -> None:
     ask_both(pair.node, pair.a, pair.b, list(prompts(2, seed=66)))
     ask_both(pair.node, pair.b, pair.a, list(prompts(1, seed=67)))
     names = ("imported_tokens", "imported_blocks", "loads")
-    told: dict[str, dict[str, int]] = {}
+    reported: dict[str, dict[str, int]] = {}
     for _ in wait_until("vLLM has heard of the same imports", PATIENCE_S):
-        told = {name: sums_by_engine(pair, name) for name in names}
-        if all(sorted(told[n].values()) == vllm_says(pair, n) for n in names):
+        reported = {name: sums_by_engine(pair, name) for name in names}
+        if all(sorted(reported[n].values()) == vllm_says(pair, n) for n in names):
             break
-    assert min(told["imported_tokens"].values()) > 0
-    assert len(told["imported_tokens"]) == 2
+    assert min(reported["imported_tokens"].values()) > 0
+    assert len(reported["imported_tokens"]) == 2
 
 
 def sums_by_engine(pair: Pair, name: str) -> dict[str, int]:
@@ -271,7 +271,7 @@ def test_reset_prefix_cache_withdraws_everything(pair: Pair) -> None:
 
 
 class Apart(NamedTuple):
-    """Two engines that share with nobody: of other weights, and without the switch."""
+    """Two engines that share with no one: of other weights, and without the switch."""
 
     other_weights: Engine
     plain: Engine

@@ -84,22 +84,22 @@ def test_only_where_vllm_would_not_wait_it_waits(
     alive: bool,
     waits: bool,
 ) -> None:
-    """vLLM's monitor, which ends EngineCores that nobody else ends, must not begin meanwhile."""
+    """vLLM's monitor, which ends EngineCores that no one else ends, must not begin meanwhile."""
     waited: list[tuple[object, bool]] = []
     manager = Manager(request_timeout, alive)
-    told = manager.manager_stopped.is_set
-    monkeypatch.setattr(shutdown, "let_leave", lambda cores: waited.append((cores, told())))
+    reported = manager.manager_stopped.is_set
+    monkeypatch.setattr(shutdown, "let_leave", lambda cores: waited.append((cores, reported())))
     prepare_shutdown(Config())
     prepare_shutdown(Config())
     manager.shutdown(process_timeout)
     assert waited == ([(manager.processes, False)] if waits else [])
-    assert told()
+    assert reported()
 
 
-def _core(name: str, ready: Event, told: Event, left: Event) -> None:
+def _core(name: str, ready: Event, reported: Event, left: Event) -> None:
     """An EngineCore whose main thread is busy with something that no signal ends."""
     multiprocessing.current_process().name = name
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    signal.signal(signal.SIGTERM, lambda *_: reported.set())
 
     def leave() -> None:
         time.sleep(0.2)
@@ -115,13 +115,13 @@ def _core(name: str, ready: Event, told: Event, left: Event) -> None:
 def test_a_core_is_waited_for_until_it_has_left_and_only_if_it_shares(
     name: str, member: bool
 ) -> None:
-    ready, told, left = (SPAWN.Event() for _ in range(3))
-    core = SPAWN.Process(target=_core, args=(name, ready, told, left))
+    ready, reported, left = (SPAWN.Event() for _ in range(3))
+    core = SPAWN.Process(target=_core, args=(name, ready, reported, left))
     core.start()
     try:
         assert ready.wait(100)
         let_leave([core])
-        assert (told.is_set(), left.is_set(), core.is_alive()) == (member, member, True)
+        assert (reported.is_set(), left.is_set(), core.is_alive()) == (member, member, True)
     finally:
         core.kill()
         core.join()
@@ -137,14 +137,14 @@ def test_a_core_that_cannot_leave_is_not_waited_for_long(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("from_loop", [True, False])
-def test_who_tells_the_requests_is_cancelled_after_it_has_told_them(
+def test_who_tells_the_requests_is_cancelled_after_it_has_reached_them(
     untouched: None, from_loop: bool
 ) -> None:
     """vLLM hands the output handler its last message, and cancels it in the same moment."""
-    told: list[str] = []
+    reported: list[str] = []
 
     async def tell(ends: asyncio.Queue[str]) -> None:
-        told.append(await ends.get())
+        reported.append(await ends.get())
 
     async def end() -> None:
         ends: asyncio.Queue[str] = asyncio.Queue()
@@ -162,7 +162,7 @@ def test_who_tells_the_requests_is_cancelled_after_it_has_told_them(
 
     prepare_shutdown(Config())
     asyncio.run(end())
-    assert told == ["dead"]
+    assert reported == ["dead"]
 
 
 def test_who_never_ends_is_cancelled_nevertheless(untouched: None) -> None:
@@ -248,7 +248,7 @@ print(left.wait(100))
 """
 
 
-def test_a_child_that_is_told_to_end_is_not_its_parent() -> None:
+def test_a_child_that_is_asked_to_end_is_not_its_parent() -> None:
     """A child has the parent's handlers and descriptors."""
     command = [sys.executable, "-c", FORKING]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -222,7 +222,6 @@ class PlayedTime:
     def __init__(self, engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.now = engine, 1000.0
         self._ends = [0.0]
-        """When each copy ends."""
         worker, scheduler = engine.worker._worker, engine.engine.connector._scheduler
         self._rank = worker._cache
         for one in (self._rank, scheduler, scheduler.importer):
@@ -270,7 +269,7 @@ class PlayedTime:
 
 
 @pytest.mark.parametrize("capped", [True, False])
-def test_a_burst_of_imports_keeps_nobody_waiting_longer_than_the_cap(
+def test_a_burst_of_imports_keeps_no_one_waiting_longer_than_the_cap(
     importer: Importer, monkeypatch: pytest.MonkeyPatch, capped: bool
 ) -> None:
     """The time between two tokens of the request that runs meanwhile; two copies fit the cap, the
@@ -288,9 +287,9 @@ def test_a_burst_of_imports_keeps_nobody_waiting_longer_than_the_cap(
     gaps = [time.step()]
     burst.append(b.engine.add("late", tokens_of(9), max_tokens=1))
     while not all(request.is_finished() for request in burst):
-        told = importer.busy.num_output_tokens
+        answer = importer.busy.num_output_tokens
         gaps.append(time.step())
-        assert importer.busy.num_output_tokens == told + 1
+        assert importer.busy.num_output_tokens == answer + 1
     longest = STEP_SECONDS + CAP + LINGER
     assert (max(gaps) <= longest) is capped, gaps
     assert importer.count(IMPORTED_BLOCKS) == 9 * PREFIX_BLOCKS

@@ -25,7 +25,6 @@ each = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.
 
 
 Edge = tuple[Named, Named]
-"""A class and one that has it as a base."""
 
 
 @cache

@@ -89,5 +89,5 @@ def test_each_serves_and_both_say_that_the_versions_differ(model: Path) -> None:
 
         for command in ("status", "doctor"):
             said = node.kvshm(command)
-            told = said.stdout + said.stderr
-            assert f": engine is vllm {ours} here, vllm {theirs[:6]}" in told, told
+            reported = said.stdout + said.stderr
+            assert f": engine is vllm {ours} here, vllm {theirs[:6]}" in reported, reported

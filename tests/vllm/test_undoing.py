@@ -115,7 +115,7 @@ def test_without_a_way_to_drop_output_nothing_is_awaited(
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_an_allocation_that_fails_in_the_hook_keeps_nobody_waiting(
+def test_an_allocation_that_fails_in_the_hook_keeps_no_one_waiting(
     engine: Make, monkeypatch: pytest.MonkeyPatch, awaited: bool
 ) -> None:
     e = engine()

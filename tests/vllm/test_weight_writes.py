@@ -40,7 +40,7 @@ def call(engine: Engine, method: str, *args: str) -> None:
 
 
 def write(pair: Pair, engine: Engine, way: str, *args: str) -> None:
-    """Write the engine's weights; returns when nobody can read the engine's blocks any more."""
+    """Write the engine's weights; returns when no one can read the engine's blocks any more."""
     before = len(engine.said(FOUND))
     call(engine, way, *args)
     if way == "write_weights":
@@ -94,7 +94,7 @@ def writing(model: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("way", ["write_weights", "write_unseen"])
-def test_nobody_uses_blocks_of_other_weights(writing: Pair, way: str) -> None:
+def test_no_one_uses_blocks_of_other_weights(writing: Pair, way: str) -> None:
     """Neither the engine with the old weights nor the one with the new; and not later, when both
     have the new ones, what was computed with the old."""
     node, a, b = writing

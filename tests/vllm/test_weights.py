@@ -85,8 +85,10 @@ def test_another_process_computes_the_same() -> None:
         f"{MODEL}\nfrom kvshm.hooks.vllm.identity.weights import weights_digest\n"
         "torch.set_num_threads(1)\nprint(weights_digest(model))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == weights_digest(small_model())
+    reported = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert reported.stdout.strip() == weights_digest(small_model())
 
 
 def test_reading_changes_nothing() -> None:

@@ -49,11 +49,11 @@ def sampled(model: torch.nn.Module, start: float = 0.3) -> Samples:
 
 
 def found(samples: Samples, looks: int = LOOKS) -> str:
-    """What so many looks at all tensors find first."""
+    """What this many looks at all tensors find first."""
     return next(filter(None, (samples.look_at_all() for _ in range(looks))), "")
 
 
-def test_nothing_is_found_and_nothing_changes_while_nobody_writes() -> None:
+def test_nothing_is_found_and_nothing_changes_while_no_one_writes() -> None:
     model, untouched = layer(), layer()
     assert found(sampled(model), 3 * LOOKS) == ""
     assert torch.equal(model.weight, untouched.weight)
@@ -243,14 +243,14 @@ Told = queue.SimpleQueue[str]
 
 
 @pytest.fixture
-def told() -> Told:
+def writes() -> Told:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def witness(told: Told) -> Iterator[WeightWitness]:
+def witness(writes: Told) -> Iterator[WeightWitness]:
     """Looks every ten milliseconds."""
-    made = WeightWitness(0.01, told.put)
+    made = WeightWitness(0.01, writes.put)
     yield made
     made.close()
 
@@ -264,18 +264,18 @@ def watch(witness: WeightWitness, model: torch.nn.Module) -> None:
 
 
 def test_the_witness_tells_once_of_a_write_until_it_watches_again(
-    witness: WeightWitness, told: Told
+    witness: WeightWitness, writes: Told
 ) -> None:
     model = layer()
     for _ in range(2):
         watch(witness, model)
         model.weight.data.add_(1)
-        assert told.get(timeout=100) == "weight"
+        assert writes.get(timeout=100) == "weight"
         assert witness.look() == ""
-    assert told.empty()
+    assert writes.empty()
 
 
-def test_a_write_while_the_digest_is_taken_is_found(witness: WeightWitness, told: Told) -> None:
+def test_a_write_while_the_digest_is_taken_is_found(witness: WeightWitness, writes: Told) -> None:
     """The digest may have read what was there before, or after: it is of neither."""
     model = layer()
     witness.prepare(weight_places(model))
@@ -283,11 +283,11 @@ def test_a_write_while_the_digest_is_taken_is_found(witness: WeightWitness, told
     model.weight.data.add_(1)
     weights_digest(model, digests)
     witness.watch(digests)
-    assert told.get(timeout=100) == "weight"
+    assert writes.get(timeout=100) == "weight"
 
 
-def test_who_opens_an_epoch_can_look_at_once(told: Told) -> None:
-    slow = WeightWitness(3600, told.put)
+def test_who_opens_an_epoch_can_look_at_once(writes: Told) -> None:
+    slow = WeightWitness(3600, writes.put)
     model = layer()
     watch(slow, model)
     assert slow.look() == ""
@@ -297,12 +297,12 @@ def test_who_opens_an_epoch_can_look_at_once(told: Told) -> None:
 
 
 def test_weights_that_cannot_be_read_any_more_count_as_written(
-    witness: WeightWitness, told: Told
+    witness: WeightWitness, writes: Told
 ) -> None:
     model = layer()
     watch(witness, model)
     model.weight.untyped_storage().resize_(0)
-    assert told.get(timeout=100)
+    assert writes.get(timeout=100)
 
 
 UNMAPPED = """

@@ -108,7 +108,7 @@ def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
         steps.append(step(connector, StepMetadata(2)))
     finished = [(done, bad) for done, bad, _ in steps if done or bad]
     assert finished == [({"r"}, set(targets))]
-    assert [report.load_id for _, _, told in steps for report in told.loads] == ["r"]
+    assert [report.load_id for _, _, answer in steps for report in answer.loads] == ["r"]
 
 
 def test_an_epoch_that_ended_while_its_step_was_under_way_is_no_failure(
@@ -179,7 +179,7 @@ def test_a_description_covers_the_changes_before_it(
     assert table.life(0) == table.epoch
 
 
-def test_what_comes_up_between_quiet_steps_is_told_with_the_next(
+def test_what_comes_up_between_quiet_steps_is_reported_with_the_next(
     connector: KvshmConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that neither asks for anything nor has anything to tell is answered by its number
@@ -227,11 +227,11 @@ def test_reports_of_several_ranks_become_one() -> None:
 
 @pytest.mark.parametrize("kind", [QuietStep, QuietReport])
 def test_a_quiet_message_has_every_value_and_packs_its_number(kind: Any) -> None:
-    told = pickle.loads(pickle.dumps(kind(7)))
-    assert vars(told) == {"step": 7}
+    answer = pickle.loads(pickle.dumps(kind(7)))
+    assert vars(answer) == {"step": 7}
     full = StepMetadata(7) if kind is QuietStep else RankReport(7)
     for name, value in vars(full).items():
-        assert bool(getattr(told, name)) == bool(value), name
+        assert bool(getattr(answer, name)) == bool(value), name
 
 
 def load(name: str) -> LoadOrder:

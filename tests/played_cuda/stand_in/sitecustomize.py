@@ -29,8 +29,6 @@ OTHERS = ("randn", "randint", "tensor", "ones", "arange", "full")
 
 
 class _AfterTorch:
-    """Finds torch as usual, and replaces its functions once it has been loaded."""
-
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
         if name != "torch":
             return None
@@ -47,7 +45,6 @@ class _AfterTorch:
 
 
 def play(torch: Any) -> None:
-    """Replace what the GPU scripts call."""
     for name in SHARED:
         setattr(torch, name, _in_driver(torch, getattr(torch, name)))
     for name in OTHERS:

@@ -1,4 +1,4 @@
-"""Update as tests compare them: a name, and what is said under it."""
+"""Updates as tests compare them: a name, and what comes under it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NAMES: dict[type, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def told(update: Update) -> tuple[Any, ...]:
-    """Return the name of what is told, and what of it counts for an engine."""
+def named(update: Update) -> tuple[Any, ...]:
+    """Return the name of an update, and what of it counts for an engine."""
     if isinstance(update, Coordinator):
         return (f"coordinator_{update.value}",)
     name, fields = _NAMES[type(update)]
     return (name, *(getattr(update, field) for field in fields)) if fields else (name, update)
 
 
-def all_told(updates: Iterable[Update]) -> list[tuple[Any, ...]]:
+def all_named(updates: Iterable[Update]) -> list[tuple[Any, ...]]:
     """Return the same for several, without Joined and Tick, which come with each join and each
     second."""
-    return [told(item) for item in updates if not isinstance(item, Joined | Tick)]
+    return [named(item) for item in updates if not isinstance(item, Joined | Tick)]
