@@ -1,8 +1,7 @@
 """Chains of blocks, rebuilt from the slots of a slot table.  Pure.
 
-A slot holds the hash of its block, the first 8 bytes of the parent's hash, the depth and the KV
-cache group.  All blocks of a chain are of one group.  Chains with a common prefix share the slots
-of that prefix.  A chain is named by its tip: the block that has no successor.
+All blocks of a chain are of one group.  Chains with a common prefix share its slots.  A chain is
+named by its tip: the block that has no successor.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ _Place = tuple[int, int, int]
 
 
 class Chain(NamedTuple):
-    """One chain, by its last block, as ``--json`` shows it."""
-
     tip: int
     block_hash: str
     depth: int
     length: int
     """Number of consecutive blocks in use up to and including the tip."""
     complete: bool
-    """Whether the chain starts at token 0.  Otherwise no prompt can hit it, unless the group has a
-    window that starts later."""
+    """Whether the chain starts at token 0."""
     group: int
 
 

@@ -37,8 +37,6 @@ _STABLE_READS = 20
 
 @dataclass
 class Findings:
-    """What one check of a run directory found."""
-
     checked: Counter[str] = field(default_factory=Counter)
     suspects: list[Violation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -51,12 +49,8 @@ def check(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Findings:
-    """Read all segments of a namespace (None: of all), and read suspects again.
-
-    The returned suspects are proven: they are violations.  Blocks for about half a second if
-    something looks wrong, for ten seconds if a death seems to have gone unnoticed, and longer if
-    engines are stopped.
-    """
+    """Return the proven violations in a namespace (None: in all).  Blocks for half a second if
+    something looks wrong, for ten if a death seems unnoticed, longer if engines are stopped."""
     first = check_once(run_dir, namespace)
     began, proven, suspects = clock(), set[Violation](), set(first.suspects)
     while suspects:

@@ -1,8 +1,4 @@
-"""``kvshm clean``: removes the files that crashed engines and coordinators have left.
-
-Needed only where no process of kvshm runs any more: a coordinator clears up at its start and
-while it serves, and the last engine clears up at its end.  Files of running processes stay.
-"""
+"""``kvshm clean``: removes the files that crashed engines and coordinators have left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command ``kvshm``: shows what engines share and how well, and clears up.
-
-Exit status: the command's, or 2 for a wrong command line or a bad setting.
-"""
+"""The command ``kvshm``: shows what engines share and how well, and clears up."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ ALIASES = {"dump": ["dump-index"]}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command, with those of all its commands."""
     parser = argparse.ArgumentParser(
         prog="kvshm", description="See what the vLLM engines of this machine share, and clear up."
     )

@@ -8,7 +8,7 @@ A command is a module with three names: ``HELP``, one line for ``kvshm --help``;
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
@@ -44,8 +44,7 @@ class Command(Protocol):
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
-    """Do a command's work and return its exit status; an error that a user can mend becomes a line
-    on stderr, without a traceback.  Neither a closed stdout nor its encoding is an error."""
+    """Do a command's work; an error that a user can mend becomes a line and an exit status."""
     try:
         return run_until_pipe_closes(work)
     except KeyboardInterrupt:
@@ -62,16 +61,3 @@ def run_command(name: str, work: Callable[[], int]) -> int:
             return EXIT_NO_ENGINE
         mistake = isinstance(exc, ConfigError | RunDirectoryError)
         return EXIT_USAGE if mistake else EXIT_FAILED
-
-
-def run_alone(
-    name: str,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace], int],
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """Run one command as a program of its own; return the exit status."""
-    parser = argparse.ArgumentParser(prog=f"kvshm {name}")
-    add_arguments(parser)
-    asked = parser.parse_args(arguments)
-    return run_command(name, lambda: run(asked))

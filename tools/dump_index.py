@@ -1,8 +1,6 @@
 """``kvshm dump`` shows what kvshm has in shared memory.
 
-Asks the engines in the run directory, works without a coordinator, maps everything read-only, and
-names engines that have ended and left a socket.  A coordinator without engines is something to
-show, unless an option asks for engines or blocks.
+Asks the engines in the run directory, needs no coordinator, and maps everything read-only.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import argparse
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # started as a file
@@ -19,7 +17,7 @@ if __name__ == "__main__" and not __package__:  # started as a file
 from kvshm.errors import ConfigError
 
 from .check import check
-from .commands import run_alone
+from .commands import run_command
 from .node.reader import NodeReader
 from .options import add_selection, find_place, select
 from .output import clean, cleaned, note, show
@@ -90,11 +88,6 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     return 0
 
 
-def _check_engine(run_dir: Path, namespace: str | None, wanted: str) -> None:
-    with NodeReader(run_dir, namespace) as reader:
-        select(reader.read(), wanted)
-
-
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
     filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
     report = build_report(run_dir, namespace, filters)
@@ -103,7 +96,8 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
         parts.append("coordinator")  # a coordinator without engines is worth showing
     empty = not any(space[part] for space in report["namespaces"] for part in parts)
     if empty and asked.engine is not None:
-        _check_engine(run_dir, namespace, asked.engine)
+        with NodeReader(run_dir, namespace) as reader:
+            select(reader.read(), asked.engine)
     if asked.json or not empty:
         show(
             report,
@@ -127,10 +121,8 @@ def run(asked: argparse.Namespace) -> int:
     return _show(run_dir, namespace, asked)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it as a program of its own; return the exit status."""
-    return run_alone("dump", add_arguments, run, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(prog="kvshm dump")
+    add_arguments(parser)
+    asked = parser.parse_args()
+    sys.exit(run_command("dump", lambda: run(asked)))

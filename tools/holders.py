@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator
 
-from .node.mapped import slots_in_use
+from .node.mapped import lease_bits, slots_in_use
 from .node.reader import NodeReader
 from .node.reading import EngineReading, NamespaceReading, PeerReading
 from .options import add_selection, find_place, select
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "process are cleared by the coordinator, and by their exporter when it needs the blocks."
     )
     parser.epilog = (
-        "exit status: 0, also if nobody holds a lease; 1 nothing of kvshm runs; 2 wrong command "
+        "exit status: 0, also if no engine holds a lease; 1 nothing of kvshm runs; 2 wrong command "
         "line or setting; 4 no engine has that name"
     )
     add_selection(parser)
@@ -57,7 +57,7 @@ def run(asked: argparse.Namespace) -> int:
         note(f"nothing of kvshm runs in {run_dir}")
         return EXIT_FAILED
     if not (rows or asked.json):
-        note("nobody holds a lease")
+        note("no engine holds a lease")
     return 0
 
 
@@ -67,7 +67,7 @@ def _rows(reader: NodeReader, space: NamespaceReading, now_ns: int) -> Iterator[
             continue
         leases, draining = Counter[int](), Counter[int]()
         for _, slot in slots_in_use(view):
-            held = [bit for bit in range(slot.leases.bit_length()) if slot.leases >> bit & 1]
+            held = lease_bits(slot)
             leases.update(held)
             draining.update(held if slot.state.name == "DRAINING" else [])
         for bit, number in sorted(leases.items()):
@@ -82,8 +82,7 @@ def _rows(reader: NodeReader, space: NamespaceReading, now_ns: int) -> Iterator[
 
 
 def _about(bit: int, space: NamespaceReading, now_ns: int) -> Json:
-    """Who leases with this bit: an engine whose table is known, one that other engines know, as
-    after its end, or an unknown one."""
+    """A holder is an engine whose table is known, one that only other engines know, or neither."""
     with_bit = [e for e in space.engines if e.lease_bit == bit]
     if with_bit:
         return _of_engine(bit, min(with_bit, key=lambda e: e.owner_died), now_ns)

@@ -1,7 +1,6 @@
 """Invariants: what must hold of everything kvshm keeps in shared memory.  Reads only.
 
-While the node runs, a violation is only suspected: segments are read one after the other, and a
-single read may meet a change half done.  check.py reads again.
+While the node runs, a violation is only suspected: a read may meet a change half done.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ from typing import NamedTuple
 from kvshm._shm.layout import table_bytes
 from kvshm._shm.slot_table import SlotTableView
 
-from .node.mapped import slots_in_use
+from .node.mapped import lease_bits, slots_in_use
 
 SOON = 0.5
 """Seconds after which every change is complete."""
 AFTER_SWEEP = 10.0
-"""Seconds within which a coordinator notices a death and sweeps, even if the coordinator is
-restarted and the engines join again."""
+"""Seconds within which a coordinator sweeps after a death, even if it is restarted."""
 
 
 class Violation(NamedTuple):
-    """An invariant that does not hold at one place."""
-
     segment: str
     place: str
     found: str
@@ -35,8 +31,7 @@ class Violation(NamedTuple):
 
 
 def as_violations(segment: str, texts: list[str], patience: float = SOON) -> Iterator[Violation]:
-    """Turn texts of a ``check_integrity`` into violations.  A text is ``place: found``, or only
-    ``found``: then the place is the header."""
+    """Turn texts of ``check_integrity``, ``place: found`` or ``found`` (in the header)."""
     for text in texts:
         place, colon, found = text.partition(": ")
         yield Violation(segment, *((place, found) if colon else ("header", text)), patience)
@@ -46,7 +41,7 @@ def as_violations(segment: str, texts: list[str], patience: float = SOON) -> Ite
 
 
 def table_violations(name: str, table: SlotTableView) -> Iterator[Violation]:
-    """Yield the violations within one slot table: in its slots, life words and stated size."""
+    """Yield the violations within one slot table."""
     yield from as_violations(name, table.check_integrity())
     needed = table_bytes(table.num_blocks, table.num_ranks)
     if needed != table.nbytes:
@@ -58,9 +53,8 @@ def table_violations(name: str, table: SlotTableView) -> Iterator[Violation]:
 
 
 def cross_table_violations(tables: Mapping[str, SlotTableView], swept: bool) -> Iterator[Violation]:
-    """Yield the violations across the tables of one namespace, given by name: two engines claim a
-    lease bit, or, if ``swept`` (a coordinator runs and all tables are known), a lease has no
-    holder."""
+    """Yield lease bits that two engines of a namespace claim and, if ``swept`` (a coordinator runs
+    and all tables are known), leases without a holder."""
     claims = {name: table.lease_bit for name, table in tables.items() if table.lease_bit >= 0}
     if swept:
         for name, table in tables.items():
@@ -76,15 +70,14 @@ def cross_table_violations(tables: Mapping[str, SlotTableView], swept: bool) -> 
 
 def _unheld_leases(name: str, table: SlotTableView, held: Collection[int]) -> Iterator[Violation]:
     for block, slot in slots_in_use(table):
-        for bit in range(slot.leases.bit_length()):
-            if slot.leases >> bit & 1 and bit not in held:
-                found = f"leased by bit {bit}, which nobody holds"
+        for bit in lease_bits(slot):
+            if bit not in held:
+                found = f"leased by bit {bit}, which no engine holds"
                 yield Violation(name, f"slot {block}", found, AFTER_SWEEP)
 
 
 def no_coordinator_warnings(namespace: str, tables: Iterable[SlotTableView]) -> Iterator[str]:
-    """Yield a warning if engines of a namespace wait for a coordinator: no invariant is violated,
-    but these engines do not learn of new ones."""
+    """Yield a warning if engines of a namespace wait for a coordinator."""
     if living := sum(not table.owner_died and not table.retired for table in tables):
         yield (
             f"namespace {namespace}: no coordinator runs; engines that wait for one: {living}; "

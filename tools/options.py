@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from kvshm._base.rundir import choose_run_directory, open_run_directory
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 
 from .node.reading import NodeReading
+
+Number = TypeVar("Number", int, float)
 
 
 class NoSuchEngine(KvshmError):
@@ -21,6 +25,21 @@ class NoSuchEngine(KvshmError):
     def __init__(self, wanted: str, names: Iterable[str]) -> None:
         there = ", ".join(names) or "none"
         super().__init__(f"no engine is called {wanted!r}; there are: {there}")
+
+
+def number(
+    kind: Callable[[str], Number], is_good: Callable[[Number], bool], wanted: str
+) -> Callable[[str], Number]:
+    """Return an argparse type of good numbers, of which ``wanted`` says to users what they are."""
+    whole = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> Number:
+        with suppress(ValueError):
+            if is_good(found := kind(text)):
+                return found
+        raise argparse.ArgumentTypeError(f"{text!r} is not {whole} {wanted}")
+
+    return parse
 
 
 def add_selection(parser: argparse.ArgumentParser, *, engine: bool = True) -> None:
@@ -42,24 +61,20 @@ def add_place(
 
 def read_place(asked: argparse.Namespace) -> tuple[Config, Path]:
     """Return the settings of the place that is meant, and its run directory, which need not exist.
-    Raises ConfigError.
-
-    Reads no other setting, since a command that shows things also helps to find out what is wrong
-    with the others.
-    """
+    Reads no other setting, which may be the one that is wrong.  Raises ConfigError."""
     options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
     config = Config.of_place(os.environ, options)
     return config, choose_run_directory(config.run_dir, os.environ)
 
 
 def given_namespace(config: Config) -> str | None:
-    """The namespace, if one is given; else None: all."""
+    """None: all are meant."""
     return config.namespace if "KVSHM_NAMESPACE" in config.given else None
 
 
 def find_place(asked: argparse.Namespace) -> tuple[Path, str | None]:
     """Return the run directory, checked if it exists, and the namespace that is meant (None: all).
-    Raises ConfigError or RunDirectoryError."""
+    Raises KvshmError."""
     config, run_dir = read_place(asked)
     if os.path.exists(run_dir):
         open_run_directory(config.run_dir, os.environ)
@@ -67,8 +82,7 @@ def find_place(asked: argparse.Namespace) -> tuple[Path, str | None]:
 
 
 def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> NodeReading:
-    """Return the part of a reading that is meant.  Raises NoSuchEngine, which names those that
-    there are."""
+    """Return the part of a reading that is meant.  Raises NoSuchEngine."""
     if engine is None and not here:
         return reading
 

@@ -8,17 +8,15 @@ import os
 import signal
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
-"""Of every command: it could not do its work; a wrong command line or a bad setting."""
 EXIT_NO_ENGINE = 4
 """Of every command with --engine, but probes: no engine has that name."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
-"""The reader of the output has gone, as shells report it for other commands."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 Json = dict[str, Any]
@@ -30,8 +28,8 @@ Columns = Mapping[str, str | Callable[[Json], object]]
 
 
 def clean(text: str) -> str:
-    """Return a text of another process without anything that a terminal could obey or that hides
-    or reorders what stands beside it: control and format characters become ``?``."""
+    """Return a text of another process with ``?`` for control and format characters, which a
+    terminal could obey."""
     return text if text.isprintable() else "".join(map(_clean, text))
 
 
@@ -68,21 +66,31 @@ def note(*lines: str) -> None:
 
 
 def say(command: str, text: str) -> None:
-    """Print one line of a command on stderr."""
     note(f"kvshm {command}: {' '.join(text.split())}")
 
 
 def table(columns: Columns, rows: list[Json], if_any: Collection[str] = ()) -> Iterator[str]:
-    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines.  The columns
-    ``if_any`` are shown if one of their values is neither 0 nor None."""
+    """Yield aligned lines, numbers to the right.  No rows, no lines.  The columns ``if_any`` are
+    shown if one of their values is neither 0 nor None."""
     if rows:
         cells = [
-            _aligned([head, *(_cell(row, of) for row in rows)])
+            [head, *(_cell(row, of) for row in rows)]
             for head, of in columns.items()
             if head not in if_any or any(_value(row, of) for row in rows)
         ]
-        for line in zip(*cells, strict=True):
-            yield f"    {'  '.join(line)}".rstrip()
+        for line in aligned(zip(*cells, strict=True), _are_numbers):
+            yield f"    {line}"
+
+
+def aligned(
+    rows: Iterable[Sequence[str]], to_the_right: Callable[[Sequence[str]], bool] = lambda _: False
+) -> Iterator[str]:
+    """Return each row as a line; ``to_the_right``: whether a column's cells are right-aligned."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        justify = str.rjust if to_the_right(column) else str.ljust
+        columns.append([justify(cell, max(map(len, column))) for cell in column])
+    return ("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def _value(row: Json, of: str | Callable[[Json], object]) -> object:
@@ -94,18 +102,16 @@ def _cell(row: Json, of: str | Callable[[Json], object]) -> str:
     return "-" if value is None else str(value)
 
 
-def _aligned(column: list[str]) -> list[str]:
-    width = max(map(len, column))
-    numbers = all(cell.isdecimal() or cell == "-" for cell in column[1:])
-    return [cell.rjust(width) if numbers else cell.ljust(width) for cell in column]
+def _are_numbers(column: Sequence[str]) -> bool:
+    return all(cell.isdecimal() or cell == "-" for cell in column[1:])
 
 
 # -- streams
 
 
 def run_until_pipe_closes(command: Callable[[], int]) -> int:
-    """Run a command; return its exit status, or EXIT_PIPE_CLOSED if the reader of its output has
-    gone (``| head``).  Streams that are closed, full or of a narrow encoding are no error."""
+    """Run a command; return its exit status, or EXIT_PIPE_CLOSED after ``| head``.  Streams that
+    are closed, full or of a narrow encoding are no error."""
     _prepare_streams()
     try:
         status = command()

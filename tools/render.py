@@ -17,15 +17,14 @@ _HASH_DIGITS = 16
 
 
 def render(report: Json, *, everything: bool = False, selected: bool = False) -> Iterator[str]:
-    """Yield the report as lines of tables; without ``everything``, long lists of chains are cut.
+    """Yield the report as lines; without ``everything``, long lists of chains are cut.
     ``selected``: the report may leave engines out."""
     for space in report["namespaces"]:
         yield from _namespace(space, everything, selected)
 
 
 def name_of(engine: Json) -> str:
-    """Return the name of an engine, a replica's owner or a holder as log lines have it."""
-    return engine_name(int(engine["epoch"], 16), engine["engine"], engine["pid"])
+    return engine_name(int(engine["epoch"], 16), engine["engine"] or "", engine["pid"] or 0)
 
 
 def _namespace(space: Json, everything: bool, selected: bool) -> Iterator[str]:
@@ -48,7 +47,6 @@ def _namespace(space: Json, everything: bool, selected: bool) -> Iterator[str]:
 
 
 def ended(space: Json) -> Iterator[str]:
-    """A line for each engine of a namespace that has ended and left its socket."""
     return (leftover(engine["epoch"], space["coordinator"]) for engine in space["ended"])
 
 
@@ -59,8 +57,7 @@ def leftover(epoch: str, coordinated: bool, name: str = "") -> str:
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:
-    """One table for each group of engines with one fingerprint; several groups have headings.
-    Then a table of imports."""
+    """One table for each fingerprint, then one of imports."""
     groups = [list(group) for _, group in groupby(engines, key=itemgetter("fingerprint"))]
     for group in groups:
         if len(groups) > 1:

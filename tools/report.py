@@ -1,8 +1,6 @@
 """Shared memory of the engines of a run directory as plain data: what ``--json`` prints.
 
-Every segment is mapped read-only and read once.  The node runs on meanwhile, so the numbers of
-different segments need not agree to the last block.  Numbers that are too wide for JavaScript
-(epochs, hashes, fingerprints) are hexadecimal text.
+Segments are read one after the other.  Numbers too wide for JavaScript are hexadecimal text.
 """
 
 from __future__ import annotations
@@ -22,14 +20,13 @@ from kvshm._shm.slot_table import Slot, SlotTableView
 from kvshm._shm.table_header import seconds_left
 
 from .chains import find_chains
-from .node.mapped import MappedEngine, slots_in_use
+from .node.mapped import MappedEngine, lease_bits, slots_in_use
 from .node.reader import NodeReader
 from .node.reading import read_header
 from .output import Json
 
 TAG_BYTES = 8
 _Held = Mapping[Epoch, Mapping[int, Slot]]
-"""Slots in use, by epoch of the engine and block id."""
 _UNKNOWN = dict.fromkeys(("engine", "epoch", "pid", "alive"))
 
 
@@ -39,8 +36,7 @@ class Filters:
 
     engine: str | None = None
     block_hash: str = ""
-    """Beginning of block hashes, in lower-case hexadecimal digits: list the matching blocks, leased
-    or not."""
+    """Beginning of block hashes, in lower-case hexadecimal: list these blocks, leased or not."""
     leased: bool = False
     entries: bool = False
 
@@ -59,17 +55,13 @@ class Filters:
         return self.narrow or self.engine is not None
 
     def selects(self, engine: Mapping[str, Any]) -> bool:
-        """Whether the filter selects this engine."""
         known = (engine.get("engine"), str(engine.get("pid")), f"0x{engine['epoch']}")
         return self.engine is None or self.engine in (*known, engine["epoch"])
 
 
 def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
-    """Return what the engines of a namespace (None: of all) hand out: one element per namespace.
-
-    Engines that end meanwhile are left out; unreadable segments are listed with the reason.
-    Changes nothing.  Blocks for some seconds at most if engines are stopped.
-    """
+    """Return what the engines of a namespace (None: of all) hand out, or why not.  Blocks for some
+    seconds at most if engines are stopped."""
     with NodeReader(run_dir, namespace) as reader:
         return {
             "namespaces": [
@@ -128,7 +120,6 @@ def _namespace(mapped: list[MappedEngine], filters: Filters) -> Json:
 
 
 def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) -> Json:
-    """The report of one engine without blocks and chains, which depend on the filters."""
     header = read_header(name.namespace, table)
     return {
         "engine": header.name,
@@ -160,7 +151,6 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
 def _fill(
     engine: Json, slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters
 ) -> None:
-    """Add the selected blocks and chains; with ``leased`` only blocks."""
     engine["blocks"] = list(_blocks(slots, holders, asked, engine["age_seconds"]))
     if asked.leased:
         engine |= {"counters": {}, "errors": []}
@@ -185,7 +175,6 @@ def _held_for(slot: Slot, now: int) -> int:
 
 
 def _life(word: int, epoch: int) -> str:
-    """A rank's life word as text: "valid", "ended", or its value if it is neither."""
     return {epoch: "valid", 0: "ended"}.get(word, f"{word:016x}")
 
 
@@ -205,7 +194,6 @@ def _blocks(
     for block, slot in slots.items():
         block_hash = slot.block_hash.hex()
         if block_hash.startswith(asked.block_hash) and (slot.leases or not only_leased):
-            bits = (bit for bit in range(slot.leases.bit_length()) if slot.leases >> bit & 1)
             yield {
                 "block_id": block,
                 "block_hash": block_hash,
@@ -216,7 +204,7 @@ def _blocks(
                 "published_ms": slot.published_ms,
                 "held_seconds": _held_for(slot, now),
                 "references": slot.leases.bit_count(),
-                "holders": [holders.get(bit, {"bit": bit, **_UNKNOWN}) for bit in bits],
+                "holders": [holders.get(bit, {"bit": bit, **_UNKNOWN}) for bit in lease_bits(slot)],
             }
 
 

@@ -14,7 +14,7 @@ from kvshm.config import Config, list_settings
 from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
-from .output import clean, note, show
+from .output import aligned, clean, note, show
 
 HELP = "print each setting, its value and where it came from"
 
@@ -54,10 +54,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _lines(settings: list[tuple[str, str | None, str]]) -> Iterator[str]:
-    rows = [(name, UNSET if value is None else value, origin) for name, value, origin in settings]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, value, origin in rows:
-        yield clean(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+    rows = ((name, UNSET if value is None else value, origin) for name, value, origin in settings)
+    return map(clean, aligned(rows))
 
 
 def _as_json(

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending_signals() -> Iterator[socket.socket]:
-    """A socket that can be read once SIGTERM or SIGINT has arrived.  Main thread only.
+    """Yield a socket that can be read once SIGTERM or SIGINT has arrived.  Main thread only.
 
-    C code writes to it when the signal arrives: a handler in Python runs too late if the main
-    thread is about to wait, and must not touch a lock or Event that the main thread waits with.
+    C code writes to it: a handler in Python runs too late if the main thread is about to wait.
     """
     heard, wake = socket.socketpair()
     with heard, wake:

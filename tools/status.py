@@ -22,9 +22,9 @@ from .node.health import (
 )
 from .node.reader import NodeReader
 from .node.reading import NamespaceReading
-from .options import NoSuchEngine, add_selection, find_place, select
+from .options import NoSuchEngine, add_selection, find_place, number, select
 from .output import Columns, Json, cleaned, note, say, show, table
-from .render import leftover
+from .render import leftover, name_of
 
 HELP = "one line per engine: healthy, degraded or down"
 EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Say how each engine is, from shared memory alone. live: its process runs and has handed "
         "out its slot table; ready: it has joined, and others can read its blocks; progress: each "
-        "of its loops has gone round lately, unless nothing waits for it (-: it cannot be told)."
+        "of its loops has gone round lately, unless nothing waits for it (-: it is not known)."
     )
     parser.epilog = (
         "exit status: 0 everything is healthy; 1 something is degraded (engines serve, but do not "
@@ -56,18 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "engine is down, so that nothing stops one that does not share: not where there is no "
         "engine, or where the run directory cannot be used; for the others both are failures",
     )
-    limits = Limits()
+    limits, seconds = Limits(), number(float, lambda x: x > 0, "of more than 0 seconds")
     stalled = "seconds after which a loop that should go round counts as stalled"
     add(
         "--scheduler-seconds",
-        type=_seconds,
+        type=seconds,
         default=limits.scheduler,
         metavar="S",
         help=f"{stalled}: the scheduler's, while requests wait ({limits.scheduler:g})",
     )
     add(
         "--loop-seconds",
-        type=_seconds,
+        type=seconds,
         default=limits.loop,
         metavar="S",
         help=f"{stalled}: all others ({limits.loop:g})",
@@ -109,7 +109,6 @@ def _run(asked: argparse.Namespace) -> int:
 
 
 def as_json(health: NodeHealth) -> Json:
-    """The judgement as plain data."""
     return {
         "state": health.state,
         "namespaces": [
@@ -157,7 +156,7 @@ def _engine(health: EngineHealth) -> Json:
 
 
 def _unknown(space: NamespaceReading, epoch: Epoch) -> Json:
-    """An engine whose table is not known: what other engines and the kernel show of it."""
+    """What other engines and the kernel show of an engine whose table is not known."""
     peer, pid = space.peer(epoch), space.pids_here.get(epoch)
     return {"epoch": f"{epoch:016x}", "engine": peer.name if peer else None, "pid": pid}
 
@@ -196,14 +195,10 @@ def _lines(found: Json) -> Iterator[str]:
         yield from table(_COLUMNS, [*space["engines"], *space["declined"]])
         coordinated = coordinator["code"] != Code.NO_COORDINATOR
         others = [leftover(e["epoch"], coordinated, e["engine"] or "") for e in space["ended"]]
-        others += [f"engine {_called(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]
+        others += [f"engine {name_of(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]
         yield from (f"    {line}" for line in others[:MOST_LINES])
         if len(others) > MOST_LINES:
             yield f"    and {len(others) - MOST_LINES} more (--json lists all)"
-
-
-def _called(engine: Json) -> str:
-    return engine_name(int(engine["epoch"], 16), engine["engine"] or "", engine["pid"] or 0)
 
 
 def _probe(probe: str, health: NodeHealth) -> int:
@@ -216,7 +211,6 @@ def _probe(probe: str, health: NodeHealth) -> int:
 
 
 def _answers(probe: str, health: NodeHealth) -> Iterator[tuple[bool, str]]:
-    """Whether each engine, or coordinator, passes, and what to say if not."""
     for space in health.namespaces:
         reading, coordinator = space.reading, space.coordinator
         if probe == "coordinator":
@@ -242,9 +236,3 @@ def _passes(probe: str, health: EngineHealth) -> bool:
         "progress": health.progress is not False,
         "serving": health.state is not State.DOWN,
     }[probe]
-
-
-def _seconds(text: str) -> float:
-    if not (seconds := float(text)) > 0:
-        raise ValueError
-    return seconds

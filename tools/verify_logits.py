@@ -1,9 +1,8 @@
 """``kvshm verify-logits``: does an imported prefix give the answer that a local hit gives?
 
-Asks two running servers of one model the same prompt, over HTTP: A computes it and then hits it in
-its own cache; B imports it from A and then hits it in its own.  A random cache salt makes the
-prompt new to both.  What A computed may differ in last bits from what it hits (docs/fingerprint.md)
-and decides nothing; the three other answers have to agree.
+Of two servers of one model A computes a prompt and then hits it in its own cache; B imports it from
+A and then hits it.  What A computed may differ in last bits (docs/fingerprint.md) and decides
+nothing; the three other answers have to agree.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .options import number
 from .output import note, show
 
 HELP = "ask two engines the same prompt and compare the answers"
@@ -46,8 +46,6 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """What both servers are asked."""
-
     model: str
     prompt: str
     max_tokens: int
@@ -57,8 +55,6 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server has answered."""
-
     tokens: list[str]
     logprobs: list[float]
     """Of the chosen tokens."""
@@ -67,16 +63,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far two answers are apart."""
-
     first_token: int | None
-    """Index of the first token that differs; None: none."""
+    """Its index, of those that differ."""
     max_logprob: float
-    """Largest difference of a log-probability, up to the first token that differs; infinite if one
-    is NaN.  One that only one side states differs at least by how far it is above the least of the
-    other side."""
+    """Up to the first token that differs; infinite for a NaN.  One that only one side states
+    differs by how far it is above the least of the other side."""
     unmatched: int
-    """Tokens that only one of both has among the most probable, up to there."""
+    """Tokens that only one side has among the most probable, up to there."""
 
     def within(self, tolerance: float) -> bool:
         matched = not self.unmatched or tolerance > 0
@@ -121,7 +114,6 @@ class Server:
         self.name, self._url, self._timeout = name, url.rstrip("/"), timeout
 
     def complete(self, asked: Asked) -> Answer:
-        """Ask for the most probable completion."""
         body = {
             "model": asked.model,
             "prompt": asked.prompt,
@@ -138,7 +130,6 @@ class Server:
             raise ServerError(f"{self.name}: an answer without log-probabilities") from exc
 
     def imported_tokens(self) -> float:
-        """How many tokens its engines have imported so far."""
         found = _COUNTED.findall(self._request("/metrics"))
         if not found:
             raise ServerError(f"{self.name}: its metrics have no {IMPORTED}: kvshm is not enabled")
@@ -151,7 +142,6 @@ class Server:
         return count
 
     def imported_since(self, before: float) -> float:
-        """How many tokens more than ``before`` its engines have imported."""
         if (now := self.imported_tokens()) < before:
             raise ServerError(f"{self.name}: it was restarted meanwhile: {IMPORTED} has fallen")
         return now - before
@@ -169,8 +159,7 @@ class Server:
 
 
 def _exchange(url: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
-    """Ask, and return status and content of the answer, all of it within about ``seconds``.
-    Raises OSError, HTTPException or ValueError."""
+    """Return status and content of the answer, or raise an error, within about ``seconds``."""
     parts, until = urlsplit(url), time.monotonic() + seconds
     kind = {"http": HTTPConnection, "https": HTTPSConnection}.get(parts.scheme)
     if kind is None or not parts.hostname:
@@ -193,8 +182,8 @@ def _exchange(url: str, body: bytes | None, seconds: float) -> tuple[int, bytes]
 
 @contextmanager
 def _shut_down_at(until: float, sock: socket.socket) -> Iterator[threading.Event]:
-    """End whatever waits for this socket at a time; the event says that it has happened.  The
-    timeout of a socket is for each read: a server that sends a byte now and then never meets it."""
+    """End whatever waits for this socket at a time, and set the event.  A socket's own timeout is
+    for each read: a server that sends a byte now and then never meets it."""
     late = threading.Event()
 
     def end() -> None:
@@ -225,13 +214,10 @@ def _answer(logprobs: dict[str, Any]) -> Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The four answers, and what the importer's metrics say."""
-
     answers: dict[str, Answer]
     imported_tokens: float
 
     def divergences(self) -> dict[tuple[str, str], Divergence]:
-        """Each answer compared with the one before it."""
         return {
             (one, other): divergence(self.answers[one], self.answers[other])
             for one, other in pairwise(NAMES)
@@ -275,7 +261,7 @@ def _finite(number: float) -> float | None:
 
 
 def _as_data(outcome: Outcome, verdict: str) -> dict[str, Any]:
-    """What ``--json`` prints; null stands for an infinite difference."""
+    """Null stands for an infinite difference."""
     return {
         "verdict": verdict,
         "imported_tokens": outcome.imported_tokens,
@@ -293,29 +279,23 @@ def _as_data(outcome: Outcome, verdict: str) -> dict[str, Any]:
     }
 
 
-def _as_text(found: dict[str, Any]) -> str:
-    lines = [f"B imported {found['imported_tokens']:.0f} tokens"]
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    yield f"B imported {found['imported_tokens']:.0f} tokens"
     for pair in found["pairs"]:
         first = pair["first_differing_token"]
         tokens = "equal tokens" if first is None else f"token {first} differs"
         most = pair["max_logprob_difference"]
         judged = "" if pair["judged"] else " (rounding of the engine itself; not judged)"
-        lines.append(
+        yield (
             f"{pair['first']} / {pair['second']}: {tokens}, log-probabilities differ by "
             f"{math.inf if most is None else most:.3g} at most, {pair['unmatched_candidates']} "
             f"candidates unmatched{judged}"
         )
-    return "\n".join([*lines, found["verdict"]])
+    yield found["verdict"]
 
 
-def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
-
-    def number(text: str) -> float:
-        if not least <= (found := kind(text)) <= MOST:
-            raise ValueError
-        return found
-
-    return number
+def _from(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    return number(kind, lambda x: least <= x <= MOST, f"from {least:g} to {MOST:.0f}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -334,8 +314,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text of more than one block")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a file with the text")
-    count, some, size = _number(int, 1), _number(int, 0), _number(float, 0.0)
-    period = _number(float, 0.001)
+    count, some, size, period = _from(int, 1), _from(int, 0), _from(float, 0), _from(float, 0.001)
     add("--max-tokens", metavar="N", type=count, default=16, help="tokens of each answer (16)")
     add("--logprobs", metavar="N", type=some, default=5, help="candidates for each token (5)")
     add("--tolerance", metavar="X", type=size, default=0.0, help="difference that is none (0)")
@@ -359,5 +338,5 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_FAILED
     status, verdict = _verdict(outcome, options.tolerance)
     found = _as_data(outcome, verdict)
-    show(found, lambda: [_as_text(found)], as_json=options.json)
+    show(found, lambda: _lines(found), as_json=options.json)
     return status

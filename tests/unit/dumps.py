@@ -18,7 +18,7 @@ from kvshm._shm.descriptors import Request
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.segment import Segment
 from kvshm.errors import SegmentNotFound
-from kvshm.tools import dump_index
+from kvshm.tools import cli
 from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, build_report
 
@@ -51,7 +51,7 @@ class Node(ServedNode):
         return spaces[0] if spaces else {}
 
     def run(self, *arguments: str) -> int:
-        return dump_index.main(["--run-dir", str(self.run_dir), *arguments])
+        return cli.main(["dump", "--run-dir", str(self.run_dir), *arguments])
 
 
 def put(mapped: AnyTable | Replica | Segment, offset: int, value: int) -> None:

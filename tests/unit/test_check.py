@@ -30,7 +30,7 @@ from kvshm._shm.layout import (
     pack_records,
 )
 from kvshm._shm.segment import Segment
-from kvshm.tools import dump_index
+from kvshm.tools import cli
 from kvshm.tools.check import check, check_once
 
 from ..sessions import new_namespace
@@ -71,7 +71,7 @@ class Node(ServedNode):
         return [str(v).removeprefix(f"kvshm.{self.namespace}.") for v in found]
 
     def run(self, *arguments: str) -> int:
-        return dump_index.main(["--check", "--run-dir", str(self.run_dir), *arguments])
+        return cli.main(["dump", "--check", "--run-dir", str(self.run_dir), *arguments])
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def fewer_blocks_than_there_is_room_for(node: Node) -> str:
 @planted
 def a_lease_no_one_holds(node: Node) -> str:
     node.table.lease(LeaseBit(9), RECORDS[96:144])
-    return f"{SLOTS}: slot 2: leased by bit 9, which nobody holds"
+    return f"{SLOTS}: slot 2: leased by bit 9, which no engine holds"
 
 
 @planted
@@ -262,7 +262,7 @@ def test_leases_of_the_dead_wait_for_the_next_coordinator(
     node: Node, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.importer.crash()
-    lines = [f"{SLOTS}: slot {block}: leased by bit 1, which nobody holds" for block in (0, 1)]
+    lines = [f"{SLOTS}: slot {block}: leased by bit 1, which no engine holds" for block in (0, 1)]
     assert node.violations() == lines
     with silent_engine(node, 0xE):
         assert node.run() == 0

@@ -72,7 +72,7 @@ def test_dump_index_shows_all_namespaces_where_none_is_named(
 
     monkeypatch.setattr(dump_index, "build_report", build_report)
     monkeypatch.setattr(os, "environ", {**setting, "KVSHM_RUN_DIR": str(served.run_dir)})
-    assert dump_index.main(option) == 1
+    assert cli.main(["dump", *option]) == 1
     assert set(looked) == {None}
 
 
@@ -155,6 +155,9 @@ def test_neither_a_closed_output_nor_its_encoding_is_an_error(
 def test_arguments_that_cannot_be_used_are_reported(subtests: pytest.Subtests) -> None:
     for wrong in [
         "top --interval 1e10",
+        "status --loop-seconds nan",
+        "kv dump file --limit 1.5",
+        "kv compare file file --tolerance -1",
         "metrics --listen a..b:80",
         "metrics --output ",
         "metrics --output /x/y/z",

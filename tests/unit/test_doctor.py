@@ -297,7 +297,7 @@ def test_clocks_that_cannot_be_compared_are_reported(
     seen = look(served)
     good = "all times can be compared, also across time namespaces"
     assert engines.clocks(seen) == (Result.OK, good)
-    why = "goes on cannot be told: no offset of a clock"
+    why = "goes on is not known: no offset of a clock"
     unknown = engines.clocks(with_engines(seen, a={"clock_known": False}))
     assert unknown == (Result.WARNING, f"whether a {why}")
     (space,) = seen.reading.namespaces

@@ -25,7 +25,7 @@ from kvshm._shm.statistics import (
     LOOKUP_HITS,
     LOOKUPS,
 )
-from kvshm.tools import dump_index
+from kvshm.tools import cli
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, build_report
 
@@ -304,13 +304,13 @@ def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
 @pytest.mark.parametrize("arguments", [["--hash", "xyz"], ["--hash", ""], ["--colour"], ["extra"]])
 def test_a_wrong_command_line_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        dump_index.main(arguments)
+        cli.main(["dump", *arguments])
     assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("place", ["not/absolute", "/dev/null"])
 def test_a_run_directory_that_cannot_be_one_is_status_2_with_a_sentence(place, capsys):
-    assert dump_index.main(["--run-dir", place]) == 2
+    assert cli.main(["dump", "--run-dir", place]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvshm dump: ")
     assert place in line

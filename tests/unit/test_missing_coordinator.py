@@ -20,7 +20,7 @@ from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.coordinator_session import CoordinatorSession as Session
 from kvshm._node.protocol import EngineInfo, Join, Refused, decode_command, encode
 from kvshm._node.updates import Coordinator, Update
-from kvshm.tools import dump_index
+from kvshm.tools import cli
 from kvshm.tools.check import check
 
 from .dumps import coordinator_of
@@ -160,7 +160,7 @@ def test_check_warns_of_engines_without_a_coordinator(
 ) -> None:
     table = served.serve("e", 1).table
     sound = ["--check", "--run-dir", str(served.run_dir)]
-    assert dump_index.main(sound) == 0  # nothing is wrong
+    assert cli.main(["dump", *sound]) == 0  # nothing is wrong
     said = capsys.readouterr()
     assert said.out.startswith("sound: ")
     assert "no coordinator runs; engines that wait for one: 1" in said.err

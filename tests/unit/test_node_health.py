@@ -88,7 +88,7 @@ def with_loop(loop: str, pending: int, rested: float) -> tuple[LoopProgress, ...
 
 def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said() -> None:
     """Its times may lie anywhere: in the past of this process as well as in its future."""
-    why = f"whether its loops go round cannot be told: {CANNOT_TELL}"
+    why = f"whether its loops go round is not known: {CANNOT_TELL}"
     for rested in (-40_000.0, 0.0, 200.0):
         loops = tuple(e._replace(pending=1, last_ns=seconds_ago(rested)) for e in ENGINE.progress)
         played = {"clock_known": False, "progress": loops, "loads_since": (seconds_ago(rested),)}
@@ -98,7 +98,7 @@ def test_of_a_clock_that_cannot_be_compared_nothing_is_judged_and_that_is_said()
     unshown = replace(SPACE, coordinator_ns=None)
     unknown = judge_coordinator(unshown, NOW, LIMITS)
     assert unknown.state is State.HEALTHY
-    assert unknown.text.endswith(f"cannot be told: {CANNOT_TELL}")
+    assert unknown.text.endswith(f"is not known: {CANNOT_TELL}")
     silent = replace(unshown, coordinator_answers=False)
     assert judge_coordinator(silent, NOW, LIMITS).state is State.DEGRADED
 
@@ -241,7 +241,7 @@ def test_an_engine_that_differs_from_all_others_of_its_model_is_reported_with_th
     )
     other = replace(ENGINE, epoch=Epoch(2), name="other", fingerprint="11")
     assert found(replace(SPACE, engines=(ENGINE, other)), errors=errors).reasons == (
-        f"shares with nobody here: {text}",
+        f"shares with no engine here: {text}",
     )
     assert codes(replace(SPACE, engines=(ENGINE, other)), errors=errors) == [Code.ALONE]
     for engines in (

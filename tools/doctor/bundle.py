@@ -1,8 +1,7 @@
 """A file for a bug report: what was found, without private data.
 
 Left out or replaced: block hashes, environments but for KVSHM_* and a short list, command lines,
-the names of users and of the machine, home directories.  The names of models stay, but for a home
-directory in them.
+the names of users and of the machine, home directories.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from .evidence import Evidence
 from .processes import NAMED
 
 HASHES = {"hash", "hashes", "last_hash", "block_hash", "hash_prefix", "blocks", "entries", "chains"}
-"""Keys of a dump whose values are, or contain, block hashes."""
 PACKAGES = ("kvshm", "vllm", "torch", "transformers", "pyzmq", "msgspec", "xxhash")
 LIMITS = ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK", "RLIMIT_AS", "RLIMIT_NPROC", "RLIMIT_CORE")
 NO_SECRETS = {"default", "engine", "kvshm", "localhost", "node", "root", "vllm"}
@@ -40,8 +38,7 @@ SHOWN = NAMED - {"HOME"} | {setting.name for setting in SETTINGS} | {"CUDA_VISIB
 
 
 def write_bundle(file: Path, seen: Evidence, findings: Findings) -> None:
-    """Write the file, of mode 0600.  Raises ConfigError if it is there already or cannot be
-    written; then nothing new is there."""
+    """Write the file, of mode 0600.  Raises ConfigError, and then leaves nothing new."""
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
@@ -125,7 +122,7 @@ def _dump(seen: Evidence) -> Json:
 
 
 def _every_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The same JSON with each text changed, but for keys, which are kvshm's own."""
+    """Change each text but keys, which are kvshm's own."""
     if isinstance(value, dict):
         return {key: _every_text(one, change) for key, one in value.items()}
     if isinstance(value, list):
@@ -149,7 +146,6 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _or_why(make: Callable[[], Json]) -> Json:
-    """A bundle is for nodes on which something is wrong."""
     try:
         return make()
     except Exception as exc:  # any: the rest of the bundle is still worth sending

@@ -18,20 +18,16 @@ PATIENCE_SECONDS = 10.0
 
 
 class Result(StrEnum):
-    """What a check has found."""
-
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
     NOT_APPLICABLE = "not applicable"
-    """There is nothing to check, for the reason that is given."""
 
 
 class Finding(NamedTuple):
-    """The result of one check, and one line that says what was seen."""
-
     result: Result
     text: str
+    """One line that says what was seen."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,6 @@ def _run(check: Check, evidence: Evidence, patience: float) -> Finding:
 
 
 def as_json(findings: Findings) -> Json:
-    """One object for each check; the remedy only where one is needed."""
     return {
         "version": __version__,
         "problems": sum(found.result is Result.PROBLEM for _, found in findings),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..options import add_selection, given_namespace, read_place
-from ..output import clean, note, show
+from ..output import aligned, clean, note, show
 from .bundle import write_bundle
 from .checks import BAD, Findings, Result, as_json, run_checks
 from .evidence import gather
@@ -42,7 +42,7 @@ def run(asked: argparse.Namespace) -> int:
     config, run_dir = read_place(asked)
     evidence = gather(run_dir, given_namespace(config))
     findings = run_checks(CHECKS, evidence)
-    show(as_json(findings), lambda: _lines(findings), as_json=asked.json)
+    show(as_json(findings), lambda: aligned(_rows(findings)), as_json=asked.json)
     if asked.bundle is not None:
         write_bundle(asked.bundle, evidence, findings)
         note(f"wrote {asked.bundle}; read it before you send it")
@@ -50,10 +50,8 @@ def run(asked: argparse.Namespace) -> int:
     return EXIT_PROBLEMS if Result.PROBLEM in found else EXIT_WELL
 
 
-def _lines(findings: Findings) -> Iterator[str]:
-    width = max(len(check.name) for check, _ in findings)
+def _rows(findings: Findings) -> Iterator[tuple[str, str, str]]:
     for check, found in findings:
-        text = clean(found.text)
-        yield f"{found.result.value:14}  {check.name:{width}}  {text}"
+        yield f"{found.result.value:14}", check.name, clean(found.text)
         if found.result in BAD:
-            yield f"{'':14}  {'':{width}}  remedy: {check.remedy}"
+            yield "", "", f"remedy: {check.remedy}"

@@ -31,7 +31,6 @@ def coordinator(seen: Evidence) -> Finding:
 
 
 def health(seen: Evidence) -> Finding:
-    """What ``kvshm status`` says."""
     found = [
         f"{each.engine.label}: {', '.join(each.texts)}"
         for each in seen.health.engines
@@ -53,7 +52,6 @@ def hook_errors(seen: Evidence) -> Finding:
 
 
 def versions(seen: Evidence) -> Finding:
-    """Segments of another layout or that make no sense, and coordinators of another version."""
     logged = [
         f"{engine.label}: {error.text}"
         for engine in seen.reading.engines
@@ -67,7 +65,6 @@ def versions(seen: Evidence) -> Finding:
 
 
 def _cannot_be_read(seen: Evidence, code: Code) -> Iterator[str]:
-    """Engines of which nothing can be shown, for this reason."""
     for space in seen.health.namespaces:
         for epoch, reason in space.unknown.items():
             if reason.code is code:
@@ -106,7 +103,6 @@ def replica_lag(seen: Evidence) -> Finding:
 
 
 def clocks(seen: Evidence) -> Finding:
-    """Engines and coordinators whose times cannot be converted to this process's clock."""
     if not any(seen.reading.engines):
         return not_applicable(NO_ENGINE)
     found = [e.label for e in seen.reading.engines if e.is_readable and not e.clock_known]
@@ -115,7 +111,7 @@ def clocks(seen: Evidence) -> Finding:
         for space in seen.reading.namespaces
         if space.coordinator_ns is None
     ]
-    texts = (f"whether {each} goes on cannot be told: no offset of a clock" for each in found)
+    texts = (f"whether {each} goes on is not known: no offset of a clock" for each in found)
     return judged(texts, "all times can be compared, also across time namespaces", warning)
 
 

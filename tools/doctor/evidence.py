@@ -27,11 +27,9 @@ LOGIND_FILES = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """One look at the node and at the machine."""
-
     run_dir: Path
     namespace: str | None
-    """Which is meant (None: all)."""
+    """None: all."""
     refused: str
     """Why the run directory cannot be used; empty if it can, or is not there."""
     reading: NodeReading
@@ -45,7 +43,6 @@ class Evidence:
 
     @cached_property
     def health(self) -> NodeHealth:
-        """The judgement of the reading."""
         return judge_node(self.reading)
 
 

@@ -41,7 +41,6 @@ def memory(_: Evidence) -> Finding:
 
 
 def sealed_memory(_: Evidence) -> Finding:
-    """Slot tables and replicas are such files."""
     fd = os.memfd_create("kvshm-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, 4096)
@@ -72,8 +71,7 @@ def file_system(path: Path, proc: Path) -> str:
 
 
 def remove_ipc(seen: Evidence) -> Finding:
-    """logind removes a user's files in /dev/shm at the end of the last session; system users'
-    stay."""
+    """logind removes an ordinary user's files in /dev/shm at the end of the last session."""
     values = [line for file in seen.logind for line in _settings(file)]
     if not values and not seen.logind[0].exists():
         return not_applicable("no logind.conf here")

@@ -61,7 +61,6 @@ def elsewhere(seen: Evidence) -> Finding:
 
 
 def using_this(seen: Evidence) -> list[Process]:
-    """The engine processes of this run directory and namespace."""
     return [process for process in seen.processes.enabled if not _other_place(process, seen)]
 
 
@@ -93,7 +92,6 @@ def users(seen: Evidence) -> Finding:
 
 
 def leftovers(seen: Evidence) -> Finding:
-    """What ``kvshm clean`` would remove."""
     if seen.refused or not seen.run_dir.exists():
         return not_applicable("no run directory to look into")
     sockets = list_sockets(seen.run_dir, seen.namespace)

@@ -1,9 +1,7 @@
-"""Processes of this user that were started with kvshm enabled: by a variable, by the file that
-KVSHM_CONFIG names, or by a --kv-transfer-config with its connector; and that have loaded vLLM or
-kvshm, as a shell or a tool with the same environment has not.
+"""Processes of this user that were started with kvshm enabled and have loaded vLLM or kvshm.
 
-Of an environment only the variables of NAMED and PREFIX are kept; it is that of the process's
-start.  Processes of other users cannot be read: they are counted, no more.
+Of an environment, which is that of the process's start, only the variables of NAMED and PREFIX are
+kept.  Other users' processes cannot be read: they are counted.
 """
 
 from __future__ import annotations
@@ -35,13 +33,11 @@ _COMMANDS = {b"kvshm", b"kvshm-coordinator", b"kvshm.coordinator", b"kvshm.tools
 """Programs and modules of kvshm's own, which are no engines."""
 _LOADED = re.compile(rb"/(vllm|kvshm)/_\w*\.[\w.]*so")
 _FIRST_ARGUMENTS = 5
-"""Among which their names stand: of the interpreter, its options, -m and a module."""
+"""An interpreter, its options, -m and a module."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process that was started with kvshm enabled."""
-
     pid: int
     environ: Mapping[str, str]
     root: Path
@@ -49,8 +45,6 @@ class Process:
 
 @dataclass(frozen=True)
 class Processes:
-    """What /proc shows."""
-
     enabled: tuple[Process, ...]
     unread: int
     """Processes of which the environment cannot be read: other users'."""
@@ -101,7 +95,6 @@ def _is_enabled(environ: Mapping[str, str]) -> bool:
 
 
 def own_line(proc: Path) -> frozenset[int]:
-    """This process and those from which it descends."""
     pid, line = os.getpid(), set[int]()
     while pid > 0 and pid not in line:
         line.add(pid)

@@ -39,7 +39,7 @@ _Tokens = Annotated[int, Meta(ge=1, lt=1 << 32)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 _Key = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * HASH_BYTES}}}\Z")]
 _Tag = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * TAG_BYTES}}}\Z")]
-"""16 digits: the beginning of a key, or a checksum."""
+"""The beginning of a key, or a checksum."""
 _Group = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Regions = Annotated[list[_Size], Meta(min_length=1, max_length=MAX_REGIONS)]
 _Ranks = Annotated[list[_Regions], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -52,22 +52,17 @@ class BlockFileError(KvshmError):
 
 @dataclass(frozen=True)
 class BlockKey:
-    """Which block a row holds."""
-
     key: bytes
     parent: bytes
-    """The first 8 bytes of the key of the block before it; zeros for a prompt's first block."""
+    """The first 8 bytes of the key of the block before it; zeros for the first one."""
     depth: int
     group: int
 
 
 @dataclass(frozen=True)
 class Description:
-    """Everything in a file but the bytes of the blocks."""
-
     fingerprint: bytes
     fields: dict[str, str]
-    """What the fingerprint is the digest of."""
     engine: str
     model: str
     block_size: int
@@ -80,7 +75,6 @@ class Description:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all ranks and regions together."""
         return sum(map(sum, self.regions))
 
     def tensors(self) -> Iterator[tuple[str, int, int, int]]:
@@ -90,7 +84,6 @@ class Description:
                 yield f"rank{rank}.region{region}", rank, region, block_bytes
 
     def metadata(self) -> dict[str, str]:
-        """The file's metadata: text by name, lists and maps as JSON."""
         lists = {
             "fields": self.fields,
             "regions": self.regions,
@@ -112,7 +105,7 @@ class Description:
 
 
 def packed_regions(sizes: Sequence[int], count: int) -> tuple[list[Region], int]:
-    """Regions of ``count`` blocks each, one behind the other, and their bytes together."""
+    """Return adjacent regions of ``count`` blocks each, and their bytes together."""
     ends = [0, *accumulate(nbytes * count for nbytes in sizes)]
     return [Region(at, n, n, count) for at, n in zip(ends, sizes, strict=False)], ends[-1]
 
@@ -121,9 +114,8 @@ def packed_regions(sizes: Sequence[int], count: int) -> tuple[list[Region], int]
 
 
 def write(path: Path, what: Description, arrays: Sequence[Sequence[Any]], *, force: bool) -> None:
-    """Write a file that only its owner can read.  ``arrays``: for each rank and region the rows of
-    all blocks.  The file appears complete or not at all.  An existing file is replaced only with
-    ``force``.  Raises BlockFileError."""
+    """Write a file that only its owner can read, complete or not at all.  ``arrays``: for each rank
+    and region the rows of all blocks; ``force``: replace a file.  Raises BlockFileError."""
     refuse_existing(path, force=force)
     tensors = {name: arrays[rank][region] for name, rank, region, _ in what.tensors()}
     try:
@@ -141,9 +133,8 @@ def write(path: Path, what: Description, arrays: Sequence[Sequence[Any]], *, for
 
 @contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """A folder, for as long as the file is written, that only its owner can look into.  Whatever
-    safetensors writes lies in it too, so a process that is killed leaves nothing elsewhere; what
-    such processes left for this file is removed first.  Raises OSError."""
+    """Open a private folder for what safetensors writes, so that a killed process leaves nothing
+    elsewhere; what such processes left is removed first.  Raises OSError."""
     prefix = f".{path.name}.kvshm-"
     with suppress(OSError):  # a folder that cannot be listed can be written all the same
         for left in [each for each in path.parent.iterdir() if each.name.startswith(prefix)]:
@@ -169,7 +160,6 @@ def _remove_if_left(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process.  Raises OSError."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,8 +179,7 @@ def refuse_existing(path: Path, *, force: bool) -> None:
 
 
 class BlockFile:
-    """A file of blocks, opened and checked: every stated size is that of the file.  Do not change
-    the file while it is open: it is mapped."""
+    """A file of blocks, opened, checked and mapped: do not change it while it is open."""
 
     def __init__(self, path: Path) -> None:
         """Raises BlockFileError."""
@@ -220,11 +209,10 @@ class BlockFile:
                 shape = f"{tensor.get_dtype()} {tensor.get_shape()}"
                 raise ValueError(f"tensor {name} is {shape}, not U8 [{rows}, {nbytes}]")
 
-    def rows(self, name: str, begin: int, end: int) -> Any:
-        """The bytes of blocks ``begin`` to ``end`` in one tensor, as an array of rows.  Raises
-        BlockFileError."""
+    def rows(self, name: str, start: int, end: int) -> Any:
+        """Return blocks ``start`` to ``end`` of one tensor as rows.  Raises BlockFileError."""
         try:
-            return numpy.asarray(self._file.get_slice(name)[begin:end])
+            return numpy.asarray(self._file.get_slice(name)[start:end])
         except (OSError, SafetensorError, ValueError, MemoryError) as exc:
             raise BlockFileError(f"{self.path} cannot be read: {exc}") from exc
 

@@ -13,23 +13,11 @@ from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 
-from ..options import add_place
+from ..options import add_place, number
 from ..output import clean
 from .number_formats import DTYPES
 
 HELP = "write blocks to a file, show them to engines, compare them"
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def _tolerance(text: str) -> float:
-    if not (number := float(text)) >= 0:
-        raise ValueError
-    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only blocks whose keys start with these, and all blocks before them in their "
         "prompts; @FILE has one in each line",
     )
-    dump.add_argument("--limit", metavar="N", type=_count, help="how many blocks at most")
+    count = number(int, lambda n: n >= 1, "of at least 1")
+    dump.add_argument("--limit", metavar="N", type=count, help="how many blocks at most")
     dump.add_argument("--force", action="store_true", help="replace the file if it exists")
     add_place(dump)
     serve = verbs.add_parser(
@@ -77,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--tolerance",
         metavar="ERROR",
-        type=_tolerance,
+        type=number(float, lambda x: x >= 0, "of at least 0"),
         help="numbers that differ by no more are equal (default: all bytes have to be equal)",
     )
     compare.add_argument(

@@ -10,32 +10,26 @@ from typing import Any
 
 from kvshm._base.fingerprint import differences
 
-from ..output import show
+from ..output import aligned, show
 from .block_file import BlockFile, BlockFileError, Description
 from .errors_between import Distance
 from .number_formats import DTYPES, dtype_of
 
 EQUAL, DIFFERENT, NOT_COMPARED = range(3)
-"""Exit status."""
 CHUNK_BYTES = 16 << 20
 _COLUMNS = ("tensor", "max", "mean", "RMSE", "SNR dB", "cosine", "not finite", "bytes that differ")
 
 
 @dataclass(frozen=True)
 class How:
-    """How the files are compared."""
-
     dtype: str | None = None
-    """None: what the fingerprint's fields say."""
     tolerance: float | None = None
-    """Largest error of a number that counts as equal; None: all bytes have to be equal."""
+    """None: all bytes have to be equal."""
     any_fingerprint: bool = False
 
 
 @dataclass
 class Comparison:
-    """What was compared, and how far apart it is."""
-
     dtype: str
     blocks: int
     only: tuple[int, int]
@@ -43,7 +37,6 @@ class Comparison:
     tensors: dict[str, Distance]
 
     def equal(self, tolerance: float | None) -> bool:
-        """Whether no number is further apart than ``tolerance``; None: no byte differs."""
         if tolerance is None or self.dtype == "uint8":
             return not any(each.different_bytes for each in self.tensors.values())
         return all(each.max_abs <= tolerance for each in self.tensors.values())
@@ -94,23 +87,22 @@ def _distance(
 
 def _runs(pairs: list[tuple[int, int]], most: int) -> Iterator[tuple[int, int, int]]:
     """Consecutive rows of both files: first rows and number, ``most`` at a time."""
-    begin = 0
+    start = 0
     for end in range(1, len(pairs) + 1):
         last = pairs[end - 1]
         goes_on = end < len(pairs) and pairs[end] == (last[0] + 1, last[1] + 1)
-        if not goes_on or end - begin == most:
-            yield *pairs[begin], end - begin
-            begin = end
+        if not goes_on or end - start == most:
+            yield *pairs[start], end - start
+            start = end
 
 
 # -- what people and scripts see
 
 
 def main(files: tuple[Path, Path], how: How, *, as_json: bool) -> int:
-    """Compare and print; return the exit status.  Raises BlockFileError."""
     found = compare(BlockFile(files[0]), BlockFile(files[1]), how)
     equal = found.equal(how.tolerance)
-    show(as_data(found, equal), lambda: [as_text(found, equal)], as_json=as_json)
+    show(as_data(found, equal), lambda: _lines(found, equal), as_json=as_json)
     return EQUAL if equal else DIFFERENT
 
 
@@ -141,16 +133,13 @@ def _measures(dtype: str, each: Distance) -> dict[str, Any]:
     return {**counted, "not_finite": each.not_finite, **finite}
 
 
-def as_text(found: Comparison, equal: bool) -> str:
-    """The table for people."""
+def _lines(found: Comparison, equal: bool) -> Iterator[str]:
     rows = [_COLUMNS, *(_cells(name, found.dtype, each) for name, each in found.tensors.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    lines.append(
+    yield from aligned(rows, lambda _: True)
+    yield (
         f"{'equal' if equal else 'different'}: {found.blocks} blocks as {found.dtype}; "
         f"only in the first file {found.only[0]}, only in the second {found.only[1]}"
     )
-    return "\n".join(lines)
 
 
 def _cells(name: str, dtype: str, each: Distance) -> tuple[str, ...]:

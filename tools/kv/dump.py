@@ -1,8 +1,7 @@
 """``kvshm kv dump``: writes the published blocks of a running engine to a file.
 
-Blocks are read as an importer reads them: copied out of the engine's memory, then re-checked in
-its slot table.  No lease is taken, so the engine never waits for a dump; blocks that it reuses
-meanwhile are left out and counted.
+No lease is taken, so the engine never waits for a dump; blocks that it reuses meanwhile are left
+out and counted.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .roster import ask_for
 
 HOST_MEMORY = "posix_shm"
 BATCH_BYTES = 64 << 20
-"""Blocks that are copied before they are re-checked: few bytes, so that few blocks are lost."""
+"""Of blocks that are copied before they are re-checked: few, so that few are lost."""
 BATCH_BLOCKS = 64
 
 
@@ -45,25 +44,19 @@ class NothingToDump(KvshmError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which blocks of which engine."""
-
     engine: str | None = None
     """Name, pid or epoch (hexadecimal); None: the only one there is."""
     model: str | None = None
     keys: Sequence[str] = ()
-    """Beginnings of keys, in hexadecimal digits: only these blocks and all blocks before them."""
+    """Beginnings of keys in hexadecimal: only these blocks and all before them."""
     limit: int | None = None
-    """How many blocks at most: those nearest to the beginning of their prompts."""
 
 
 @dataclass
 class Dump:
-    """Blocks that were read and re-checked."""
-
     what: Description
     arrays: list[list[Any]]
     changed: int = 0
-    """Blocks that were left out because the engine reused them meanwhile."""
 
 
 def read_engine(run_dir: Path, namespace: str, wanted: Wanted) -> Dump:
@@ -110,8 +103,6 @@ def _choose(tables: Sequence[SlotTableView], wanted: Wanted) -> SlotTableView:
 
 
 class _Block(NamedTuple):
-    """A published block: where it lies, and what it is."""
-
     record: BlockRecord
     what: BlockKey
 
@@ -190,13 +181,11 @@ class _RankReader:
         return bool(copy.poll() is CopyState.DONE)
 
     def rows(self, region: int) -> Any:
-        """The copied blocks of one region."""
         where = self._regions[region]
         end = where.offset + where.block_bytes * self._batch
         return self._bytes[where.offset : end].reshape(self._batch, where.block_bytes)
 
     def checksums(self, rows: list[BlockId]) -> list[int]:
-        """Checksums of copied blocks."""
         return list(self._transport.checksum(rows))
 
     def close(self) -> None:
@@ -206,16 +195,12 @@ class _RankReader:
 
 @dataclass
 class _Read:
-    """What was read so far, in the first rows of the arrays."""
-
     arrays: list[list[Any]]
     checksums: list[list[int]]
     blocks: list[BlockKey] = field(default_factory=list)
 
 
 class _Reader:
-    """Copies blocks of one engine, from all of its ranks."""
-
     def __init__(
         self, run_dir: Path, namespace: str, table: SlotTableView, info: EngineInfo
     ) -> None:
@@ -238,16 +223,15 @@ class _Reader:
             self._undo = undo.pop_all()
 
     def read_all(self, blocks: Sequence[_Block]) -> Dump:
-        """Read the blocks, batch by batch.  Raises KvshmError if none is left or there is not
-        enough memory for all."""
+        """Read the blocks, batch by batch.  Raises KvshmError."""
         count = len(blocks)
         _check_memory(count * sum(map(sum, self._sizes)), count)
         arrays: list[list[Any]] = [
             [numpy.empty((count, n), numpy.uint8) for n in s] for s in self._sizes
         ]
         read = _Read(arrays, [[] for _ in self._ranks])
-        for begin in range(0, count, self._batch):
-            self._read(blocks[begin : begin + self._batch], read)
+        for first in range(0, count, self._batch):
+            self._read(blocks[first : first + self._batch], read)
         kept = len(read.blocks)
         if not kept:
             raise NothingToDump(
@@ -295,8 +279,7 @@ def _check_memory(nbytes: int, count: int) -> None:
 
 
 def parse_keys(text: str) -> list[str]:
-    """The beginnings of keys in a list with commas, or one in each line of ``@file``.  Raises
-    ValueError or OSError."""
+    """Return the keys of a list with commas, or of ``@file``.  Raises ValueError or OSError."""
     if text.startswith("@"):
         text = ",".join(Path(os.fspath(text[1:])).read_text().split())
     keys = [key.strip().lower().removeprefix("0x") for key in text.split(",") if key.strip()]

@@ -9,17 +9,13 @@ import numpy
 
 
 class Distance:
-    """Sums over pairs of numbers, from which the measures follow.
-
-    A NaN or infinity that both sides have at one place counts as equal and adds to no sum.  One
-    that only one side has, or of another sign, makes the errors infinite.
-    """
+    """Sums over pairs of numbers.  A NaN or infinity that both sides have counts as equal; any
+    other makes the errors infinite."""
 
     def __init__(self) -> None:
         self.count = 0
         self.different_bytes = 0
         self.not_finite = 0
-        """Pairs of which one number is NaN or infinite and the other is not the same."""
         self._finite = 0
         self._largest = self._sum = self._squares = 0.0
         self._signal = self._other = self._product = 0.0
@@ -57,12 +53,10 @@ class Distance:
 
     @property
     def rmse(self) -> float:
-        """The square root of the mean squared error."""
         return math.inf if self.not_finite else math.sqrt(self._squares / max(1, self._finite))
 
     @property
     def snr_db(self) -> float:
-        """Power of the first side's numbers over that of the errors; infinite without errors."""
         if self.not_finite:
             return -math.inf
         if not self._squares:
@@ -71,7 +65,7 @@ class Distance:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between both sides; NaN if one of them is zero or not finite."""
+        """NaN if one side is zero or not finite."""
         if self.not_finite:
             return math.nan
         if not self._signal and not self._other:

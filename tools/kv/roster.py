@@ -1,8 +1,6 @@
 """Asks the coordinator how the KV memory of a running engine is reached.
 
-Only the roster says where an engine's blocks lie and what its fingerprint is made of, and only
-engines see the roster.  So this process joins, with the engine's fingerprint and as one that only
-imports, reads the answer and leaves.
+Only engines see the roster.  So this process joins as one that only imports, and leaves.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ class NotInRoster(KvshmError):
 
 
 def ask_for(run_dir: Path, namespace: str, engine: SlotTableView) -> EngineInfo:
-    """Return the roster's entry for an engine.  Blocks for REPLY_SECONDS at most.  Raises
-    NotInRoster, or another KvshmError."""
+    """Return the roster's entry for an engine within REPLY_SECONDS.  Raises KvshmError."""
     epoch, name = Epoch(secrets.randbits(64) | 1), f"kv-dump-{os.getpid()}"
     spec = TableSpec(namespace, name, 1, engine.block_size, 1, engine.fingerprint)
     with closing(OwnSlotTable.create(spec, epoch)) as table:

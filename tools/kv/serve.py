@@ -1,8 +1,6 @@
 """``kvshm kv serve``: shows the blocks of a file to running engines, as an engine would.
 
-The process joins with the file's fingerprint and publishes its blocks out of shared memory.
-Engines of that fingerprint import from it as from any peer; for others the log says what differs.
-It imports nothing.
+Engines of the file's fingerprint import from this process as from any peer; it imports nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +29,12 @@ from .block_file import BlockFile, BlockFileError, Description, packed_regions
 from .dump import HOST_MEMORY
 
 POLL_SECONDS = 0.1
-"""How soon the end of an epoch and a signal are noticed."""
 CHUNK_BYTES = 64 << 20
 
 
 class _ServedRank:
-    """One rank's blocks in shared memory."""
-
     def __init__(self, file: BlockFile, rank: int, config: Config, run_dir: Path) -> None:
-        """Reserves and fills the memory; block ids are the rows of the file.  Raises KvshmError."""
+        """Block ids are the rows of the file.  Raises KvshmError."""
         transport = load_transport(HOST_MEMORY)
         regions, end = packed_regions(file.what.regions[rank], len(file.what.blocks))
         self._memory = cast(SupportsAllocate, transport).allocate(end)
@@ -56,9 +51,9 @@ class _ServedRank:
             if its_rank != rank:
                 continue
             rows = max(1, CHUNK_BYTES // nbytes)
-            for begin in range(0, len(file.what.blocks), rows):
-                part: Any = file.rows(name, begin, min(begin + rows, len(file.what.blocks)))
-                at = regions[number].offset + begin * nbytes
+            for first in range(0, len(file.what.blocks), rows):
+                part: Any = file.rows(name, first, min(first + rows, len(file.what.blocks)))
+                at = regions[number].offset + first * nbytes
                 self._memory.buffer[at : at + part.nbytes] = memoryview(part).cast("B")
 
     def _check(self, file: BlockFile, rank: int) -> None:
@@ -77,8 +72,6 @@ class _ServedRank:
 
 
 class FileEngine:
-    """The blocks of a file as an engine of the node."""
-
     def __init__(self, file: BlockFile, config: Config, run_dir: Path) -> None:
         """Raises KvshmError if there is not enough memory."""
         self._what = file.what
@@ -96,18 +89,15 @@ class FileEngine:
             self._half.role = config.decide_role(never)
             self._undo = undo.pop_all()
         self._shown: object = None
-        """The epoch in which the blocks are published."""
 
     def open(self) -> None:
-        """Start to join the node, in the background."""
         infos = [
             RankInfo(os.getpid(), rank.half.transport.export(Epoch(0))) for rank in self._ranks
         ]
         self._half.open_epoch(infos, lambda: self._what.fields)
 
     def show(self) -> str | None:
-        """Publish all blocks once an epoch has begun, and again in each further one.  Returns the
-        engine's name when that has happened."""
+        """Publish all blocks in each new epoch; return the engine's name if one is new."""
         state = self._half.epoch_state
         if state is None or state is self._shown:
             return None

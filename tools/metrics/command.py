@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return address and port of ``[ADDR:]PORT``; an IPv6 address stands in brackets.  Raises
-    ArgumentTypeError."""
+    """Return address and port of ``[ADDR:]PORT``, as an argparse type."""
     address, colon, port = text.rpartition(":")
     plain = address.removeprefix("[").removesuffix("]") if address.startswith("[") else address
     known = port.isascii() and port.isdigit() and int(port) < 65536
@@ -69,7 +68,6 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def as_json(samples: Samples) -> dict[str, object]:
-    """Return the samples as JSON has them: by metric its type, its help and its samples."""
     return {
         name: {
             "type": str(METRICS[name].kind),

@@ -1,8 +1,6 @@
-"""The registry of all metrics: name, type, labels and what each of them tells.  Pure.
+"""The registry of all metrics: name, type, labels and what each of them says.  Pure.
 
-docs/metrics.md is written from it (docs/generate.py), so this module must not import the native
-one.  Which counters and histograms a metric shows stands with the metric, and what these mean in
-kvshm/_shm/statistics.py; what is computed from other parts of a reading stands in samples.py.
+docs/metrics.md is written from it, so this module must not import the native one.
 """
 
 from __future__ import annotations
@@ -31,40 +29,32 @@ COPIES = (*PEER, "path")
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric."""
-
     name: str
     kind: Kind
     labels: tuple[str, ...]
     help: str
-    """What it tells, and the unit where the name does not say it."""
+    """What it says, and the unit where the name does not."""
     shows: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the counters, or histograms, that it shows, each with the value of the metric's
-    last label (empty if the metric has no label beside those of ENGINE)."""
+    """Counters or histograms, each with the value of the metric's last label; empty: no label."""
     scale: float = 1.0
-    """What a counter is multiplied with."""
 
 
 def _counter(name: str, shows: Counter) -> Metric:
-    """A metric that shows one counter."""
     scale = 1e-6 if shows.unit is Unit.MICROSECONDS else 1.0
     shown = {shows.label: ""}
     return Metric(f"kvshm_{name}_total", Kind.COUNTER, ENGINE, shows.meaning, shown, scale)
 
 
 def _counters(name: str, label: str, text: str, shows: Mapping[str, Counter]) -> Metric:
-    """A metric that shows several counters, told apart by the values of a label."""
     shown = {counter.label: value for value, counter in shows.items()}
     return Metric(f"kvshm_{name}_total", Kind.COUNTER, (*ENGINE, label), text, shown)
 
 
 def _histogram(name: str, shows: Histogram) -> Metric:
-    """A metric that shows one histogram."""
     return Metric(f"kvshm_{name}", Kind.HISTOGRAM, ENGINE, shows.meaning, {shows.label: ""})
 
 
 def _histograms(name: str, label: str, text: str, shows: Mapping[str, Histogram]) -> Metric:
-    """A metric that shows several histograms, told apart by the values of a label."""
     shown = {histogram.label: value for value, histogram in shows.items()}
     return Metric(f"kvshm_{name}", Kind.HISTOGRAM, (*ENGINE, label), text, shown)
 
@@ -203,14 +193,14 @@ HEALTH = (
         "engine_check",
         "Whether an engine passes a check, 1 or 0: live (it runs and answers), ready (others can "
         "read its blocks), progress (no loop stands still while work waits; absent where that "
-        "cannot be told).",
+        "is not known).",
         *ENGINE,
         "check",
     ),
     _gauge("unreadable_engines", "Engines of which nothing can be shown.", "namespace"),
     _gauge(
         "ended_engines",
-        "Engines that were killed before anybody looked, and whose socket nobody has cleared up.",
+        "Engines that were killed before they could be read, and whose sockets are left.",
         "namespace",
     ),
     _gauge(
@@ -267,7 +257,6 @@ GROUPS = {
     "Health": HEALTH,
 }
 METRICS = {metric.name: metric for group in GROUPS.values() for metric in group}
-"""All metrics by name."""
 
 LEFT_OUT = {
     "drain_wait_us": "the sum of kvshm_drain_wait_seconds",

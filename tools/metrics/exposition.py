@@ -28,8 +28,6 @@ _FAMILIES = {
 
 
 class _Collector:
-    """What prometheus_client asks for the families."""
-
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
@@ -47,20 +45,17 @@ class _Collector:
 
 
 def registry_of(samples: Samples) -> CollectorRegistry:
-    """What prometheus_client writes the samples from."""
     registry = CollectorRegistry()
     registry.register(_Collector(samples))
     return registry
 
 
 def as_text(samples: Samples) -> str:
-    """Return the samples in Prometheus' text format."""
     return str(generate_latest(registry_of(samples)).decode())
 
 
 def write_file(samples: Samples, path: Path) -> None:
-    """Write the text format to a file, which has the old or the new text at any time.  Raises
-    ConfigError if something else than a file is there, or OSError."""
+    """Replace a file, or make it, at once.  Raises ConfigError or OSError."""
     if os.path.lexists(path) and not (path.is_file() and not path.is_symlink()):
         raise ConfigError(f"--output={path}: it is no regular file, and would be replaced by one")
     if not path.parent.is_dir():

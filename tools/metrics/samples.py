@@ -1,8 +1,6 @@
 """What a look at a node says for each metric.  Pure.
 
-Each series appears once, whatever names the engines have: of two with the same labels counters are
-added up, and of other values the first one stays.  Of what a terminal could obey, labels keep only
-line ends, which Prometheus' formats escape.
+Of two series with the same labels counters are added up, and of other values the first one stays.
 """
 
 from __future__ import annotations
@@ -33,16 +31,13 @@ _UNITS = {histogram.label: histogram.unit for histogram in Histogram.REGISTRY.va
 
 @dataclass(frozen=True)
 class Buckets:
-    """A histogram as Prometheus has it."""
-
     cumulated: tuple[tuple[float, int], ...]
-    """For each bound, the last one infinite, how many values do not exceed it."""
+    """Each bound, the last one infinite, with how many values do not exceed it."""
     total: float
 
 
 Labels = tuple[str, ...]
 Samples = Mapping[str, Mapping[Labels, float | Buckets]]
-"""By metric, in the order of the registry, and by the values of its labels."""
 
 
 class _Found:
@@ -84,7 +79,6 @@ def samples_of(reading: NodeReading, unix_ns: int) -> Samples:
 
 
 def cumulate(values: Distribution, unit: str) -> Buckets:
-    """Return the counts of a histogram in seconds, or tokens, with fewer bounds."""
     scale = SECOND_NS if unit == "ns" else 1.0
     up_to = tuple(accumulate(values.counts))
     bounds = tuple(
@@ -103,8 +97,7 @@ def _labels(engine: EngineReading) -> Labels:
 
 
 def _names(space: NamespaceReading) -> Callable[[int, str], str]:
-    """Return what names a peer by its epoch as the label ``engine`` does, as far as it is there;
-    else by the name that is passed too."""
+    """Return what names a peer by its epoch, or by the name that is passed if it is not there."""
     labels = {int(engine.epoch): engine.label for engine in space.engines}
     return lambda epoch, name: labels.get(epoch, name or "unknown")
 
@@ -192,8 +185,7 @@ def _add_replica(found: _Found, labels: Labels, peer: PeerReading) -> None:
 
 
 def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[str, str]]:
-    """Yield the engines of the same model that cannot share with this one, each with the first
-    field that differs."""
+    """Yield engines of the same model that cannot share with this one, and the differing field."""
     for other in space.engines:
         ended = other.owner_died or other.retired
         if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:

@@ -1,8 +1,6 @@
-"""Serves GET /metrics by prometheus_client's server, a thread for each of a bounded number of
-clients.
+"""Serves GET /metrics by prometheus_client's server, for a bounded number of clients.
 
-However slowly a client sends or reads, it is done with after ``CLIENT_SECONDS``.  Every answer
-closes its connection.
+However slowly a client sends or reads, its connection is closed after ``CLIENT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .exposition import registry_of
 from .samples import Samples
 
 CLIENT_SECONDS = 10.0
-"""From the start of a connection to its end; Prometheus itself waits as long."""
+"""As long as Prometheus itself waits."""
 MAX_CLIENTS = 64
 """At once; the connections of more are closed."""
 HELP = b"kvshm metrics: see /metrics\n"
@@ -34,7 +32,7 @@ StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers requests until SIGTERM or SIGINT.  ``read`` is called by one thread at a time."""
+    """Answers requests.  ``read`` is called by one thread at a time."""
 
     daemon_threads = True
     request_queue_size = 100
@@ -93,16 +91,13 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one client."""
         self._of_thread.began = self._began.get(request, 0.0)
         super().process_request_thread(request, client_address)
 
     def _is_too_late(self) -> bool:
-        """Whether the client of this thread gets no answer any more."""
         return self._ended or time.monotonic() - self._of_thread.began > self._client_seconds
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a client's connection."""
         super().shutdown_request(request)
         self._began.pop(request, None)
 
@@ -148,7 +143,7 @@ class _Handler(WSGIRequestHandler):
     """Logs nothing, and asks no name server for the client's name."""
 
     def log_message(self, *_: object) -> None:
-        """Say nothing of requests."""
+        pass
 
 
 def _usable(accept: str) -> str:

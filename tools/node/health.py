@@ -30,7 +30,7 @@ CANNOT_TELL = "its clock cannot be compared with that of this process"
 
 
 class State(StrEnum):
-    """How well something does, from best to worst."""
+    """From best to worst."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"
@@ -64,8 +64,6 @@ class Code(StrEnum):
 
 
 class Reason(NamedTuple):
-    """Why something is not well, or what cannot be told of it."""
-
     code: Code
     text: str
 
@@ -74,45 +72,35 @@ _ORDER = tuple(State)
 
 
 def worst(states: Iterable[State]) -> State:
-    """The worst of these states; HEALTHY if there are none."""
     return max(states, key=_ORDER.index, default=State.HEALTHY)
 
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """The judgement of one engine."""
-
     engine: EngineReading
     live: bool
     ready: bool
     progress: bool | None
-    """None: it cannot be told, as a reason says."""
+    """None: it is not known, as a reason says."""
     state: State
     reasons: tuple[Reason, ...]
-    """What is wrong, the most important first; of a healthy engine at most what it waits for, and
-    what cannot be told of it."""
+    """The most important first; of a healthy engine what it waits for and what is not known."""
 
     @property
     def texts(self) -> list[str]:
-        """The reasons for people."""
         return [reason.text for reason in self.reasons]
 
 
 class CoordinatorHealth(NamedTuple):
-    """The judgement of a namespace's coordinator."""
-
     state: State
     reason: Reason | None = None
 
     @property
     def text(self) -> str:
-        """The reason for people; empty if there is none."""
         return self.reason.text if self.reason else ""
 
 
 class DeclinedHealth(NamedTuple):
-    """The judgement of an engine that has declined to share."""
-
     record: Declined
     state: State
     reason: Reason
@@ -120,8 +108,6 @@ class DeclinedHealth(NamedTuple):
 
 @dataclass(frozen=True)
 class NamespaceHealth:
-    """The judgement of all that is in one namespace."""
-
     reading: NamespaceReading
     coordinator: CoordinatorHealth
     engines: tuple[EngineHealth, ...]
@@ -131,7 +117,6 @@ class NamespaceHealth:
 
     @property
     def states(self) -> Iterator[State]:
-        """Those of everything that is judged."""
         yield self.coordinator.state
         yield from (engine.state for engine in self.engines)
         yield from (declined.state for declined in self.declined)
@@ -140,8 +125,6 @@ class NamespaceHealth:
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """The judgement of one look at a node."""
-
     reading: NodeReading
     state: State
     """The worst state on it; DOWN if there is nothing."""
@@ -165,7 +148,6 @@ USUAL_LIMITS = Limits()
 
 
 def judge_node(reading: NodeReading, limits: Limits = USUAL_LIMITS) -> NodeHealth:
-    """Judge everything that a look has found."""
     spaces = tuple(_judge_namespace(space, reading.at_ns, limits) for space in reading.namespaces)
     state = worst(state for space in spaces for state in space.states) if spaces else State.DOWN
     return NodeHealth(reading, state, spaces)
@@ -192,7 +174,7 @@ def _judge_declined(record: Declined) -> DeclinedHealth:
 def judge(
     engine: EngineReading, space: NamespaceReading, now_ns: int, limits: Limits
 ) -> EngineHealth:
-    """Judge one engine of a namespace.  ``now_ns``: CLOCK_MONOTONIC of the reading."""
+    """Judge one engine.  ``now_ns``: CLOCK_MONOTONIC of the reading."""
     dead = list(_why_dead(engine))
     live, waits = not dead, _waits(engine)
     timed = live and engine.clock_known
@@ -206,7 +188,7 @@ def judge(
         why = "it waits for its first request, with which its ranks open the epoch"
         reasons.append(Reason(Code.WAITS, why))
     if live and not timed:
-        why = f"whether its loops go round cannot be told: {CANNOT_TELL}"
+        why = f"whether its loops go round is not known: {CANNOT_TELL}"
         reasons.append(Reason(Code.CLOCK_UNKNOWN, why))
     return EngineHealth(
         engine=engine,
@@ -219,8 +201,7 @@ def judge(
 
 
 def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> CoordinatorHealth:
-    """Judge a namespace's coordinator.  Without an engine in its roster only its socket shows
-    anything of it."""
+    """Judge a namespace's coordinator, by its socket alone if no engine is in its roster."""
     if not space.coordinated:
         if not space.whole.engines and _none_means_to_share(space.whole):
             state, why = State.HEALTHY, "no coordinator runs, and no engine means to share"
@@ -230,7 +211,7 @@ def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> C
     if not space.coordinator_answers:
         return _stalled_coordinator("it does not answer")
     if space.coordinator_ns is None:
-        why = f"coordinator answers, but whether it goes round cannot be told: {CANNOT_TELL}"
+        why = f"coordinator answers, but whether it goes round is not known: {CANNOT_TELL}"
         return CoordinatorHealth(State.HEALTHY, Reason(Code.CLOCK_UNKNOWN, why))
     rested = _seconds(space.coordinator_ns or now_ns, now_ns)
     if rested > limits.loop:
@@ -257,7 +238,7 @@ def _why_dead(engine: EngineReading) -> Iterator[Reason]:
 
 
 def _waits(engine: EngineReading) -> bool:
-    """Whether it has joined and has had no request yet: nothing is wrong then."""
+    """Whether it has joined and has had no request yet."""
     begun = any(loop.last_ns for loop in engine.progress if loop.loop == SCHEDULER_LOOP)
     idle = not begun and not any(engine.life) and not engine.retired
     return idle and engine.joined and not engine.counters["hook_errors"]
@@ -297,13 +278,13 @@ def _is_stalled(loop: LoopProgress, rested: float, limits: Limits) -> bool:
 
 
 def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[Reason]:
-    """Why it shares with nobody, if engines of its model are here and none is compatible."""
+    """Why it shares with none of the engines of its model that are here."""
     others = [e for e in space.whole.engines if e.epoch != engine.epoch and not any(_why_dead(e))]
     alike = {e.name for e in others if e.model == engine.model}
     if not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
     for _, text in engine.differences(*alike):
-        yield Reason(Code.ALONE, f"shares with nobody here: {text}")
+        yield Reason(Code.ALONE, f"shares with no engine here: {text}")
         return
 
 

@@ -1,7 +1,6 @@
-"""One engine's segments, mapped read-only: asked for once, and looked at as often as wanted.
+"""One engine's segments, mapped read-only.
 
-A stopped engine cannot answer: the coordinator is then asked for its table.  An engine that has
-ended has left nothing but its socket.
+A stopped engine cannot answer: the coordinator is then asked for its table.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from .reading import PeerReading
 
 REPLICA_SECONDS = 10.0
-"""How old the mapping of a replica may be: its owner may have made a larger one meanwhile."""
+"""After this the replica is mapped anew: its owner may have made a larger one."""
 ASK_AGAIN_SECONDS = 10.0
 """For how long an engine that has kept a look waiting is not asked again."""
 _LONG_SECONDS = 0.5
@@ -33,8 +32,6 @@ _LONG_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Problem:
-    """Why an engine's table or replica cannot be shown."""
-
     segment: str
     error: KvshmError
     silent: bool = False
@@ -43,17 +40,13 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The problem in one line."""
         if self.silent:
             return f"it does not answer: {self.error}; {self.shown}"
         return f"{type(self.error).__name__}: {self.error}"
 
 
 class MappedEngine:
-    """The segments of one engine in one epoch, or why they are not mapped.  One thread at a time.
-
-    It has ended if it has neither a table nor a problem with the table.
-    """
+    """The segments of an engine in one epoch, or why they are not mapped.  One thread at a time."""
 
     def __init__(self, found: FoundFile) -> None:
         assert found.epoch is not None
@@ -65,9 +58,7 @@ class MappedEngine:
         self.gone_since: float | None = None
         """When its socket, or its process, was first seen to be gone."""
         self.pid_here: int | None = None
-        """As of ``EngineReading``; None: not looked up yet."""
         self.peers: tuple[PeerReading, ...] | None = None
-        """Of the last look at its replica; None: it has not been looked at."""
         self._replica_until = self._ask_again = 0.0
 
     @property
@@ -76,13 +67,12 @@ class MappedEngine:
         return self.table is None and TABLE_KIND not in self.problems
 
     def name(self, kind: str) -> SegmentName:
-        """The name of the engine's table or replica."""
         engine = "unnamed" if self.table is None else self.table.engine
         return SegmentName(self.namespace, kind, engine, self.epoch)
 
     @contextmanager
     def recording_problems(self, kind: str) -> Iterator[None]:
-        """A context: a KvshmError within it is recorded as the problem of that segment."""
+        """Record a KvshmError within this context as the problem of that segment."""
         try:
             yield
         except KvshmError as exc:
@@ -93,8 +83,7 @@ class MappedEngine:
         self.problems[kind] = Problem(segment, exc)
 
     def fetch(self, clock: Callable[[], float]) -> None:
-        """Map what is not mapped yet, and the replica anew from time to time.  Blocks for some
-        seconds at most if the engine is stopped."""
+        """Map what is missing or old.  Blocks for some seconds at most if the engine is stopped."""
         if self.gone_since is not None and self.table is not None:
             return
         segments = SegmentClient(self.path.parent, self.namespace)
@@ -153,22 +142,22 @@ class MappedEngine:
 
 
 class MappedNamespace(NamedTuple):
-    """The engines of one namespace, and whether a coordinator serves it."""
-
     name: str
     coordinated: bool
     engines: list[MappedEngine]
-    """Without those that have ended meanwhile and removed their sockets."""
 
 
 def still_there(engine: MappedEngine) -> bool:
-    """Whether it runs, or has left its socket."""
     return not engine.ended or os.path.lexists(engine.path)
 
 
+def lease_bits(slot: Slot) -> list[int]:
+    """Return the lease bits that are set."""
+    return [bit for bit in range(slot.leases.bit_length()) if slot.leases >> bit & 1]
+
+
 def slots_in_use(table: SlotTableView) -> Iterator[tuple[int, Slot]]:
-    """Yield the slots that are not EMPTY, with their block ids; each is read when it is yielded.
-    Slots in an unknown state are left out: ``check_integrity`` names them."""
+    """Yield the block ids and slots that are not EMPTY, without those in an unknown state."""
     for block in range(table.num_blocks):
         try:
             slot = table.slot(block)

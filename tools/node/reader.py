@@ -1,8 +1,7 @@
 """Looks at a node again and again, and costs its engines next to nothing.
 
-The table of an engine is asked for once and stays mapped, read-only: later looks read memory
-without the engine's help, also while it is stopped, and after its death.  Only replicas, which
-their owners replace when they grow, are asked for again from time to time.
+A table is asked for once and stays mapped: later looks need no help of the engine, which may be
+stopped or dead.  Replicas, which their owners replace, are asked for again from time to time.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ _AT_ONCE = 32
 class NodeReader:
     """Reads the engines of a run directory.  A context; one thread.
 
-    ``read`` blocks for some seconds at most if an engine that it has not seen before is stopped,
-    or else for milliseconds.
+    Blocks for some seconds at most if a new engine is stopped, or else for milliseconds.
     """
 
     def __init__(
@@ -63,11 +61,9 @@ class NodeReader:
         clock: Callable[[], float] = time.monotonic,
         clock_offset: Callable[[], int | None] = clock_offset_ns,
     ) -> None:
-        """``namespace``: only this one (None: all).  ``in_turn``: do not read all slots at each
-        look, but in turn those of the tables (``EngineReading.blocks``) and, against these, one
-        replica (``peers``): with many large tables a look then takes a tenth of the time.  What has
-        not been read before is read at once.  ``clock``: CLOCK_MONOTONIC in seconds;
-        ``clock_offset``: of this process."""
+        """``namespace``: only this one (None: all).  ``in_turn``: read at each look either all
+        tables' slots or, against these, one replica, which takes a tenth of the time.  ``clock``:
+        CLOCK_MONOTONIC in seconds; ``clock_offset``: of this process."""
         self._run_dir, self._namespace = run_dir, namespace
         self._in_turn = in_turn
         self._clock, self._clock_offset = clock, clock_offset
@@ -75,7 +71,6 @@ class NodeReader:
         self._blocks: dict[str, dict[Epoch, Blocks]] = {}
         self._mapped: dict[tuple[str, Epoch], MappedEngine] = {}
         self._labels: dict[str, dict[Epoch, str]] = {}
-        """By namespace: those of the last look."""
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
     def __enter__(self) -> NodeReader:
@@ -109,15 +104,15 @@ class NodeReader:
         return NodeReading(round(self._clock() * 1e9), tuple(read), time.time_ns())
 
     def table(self, engine: EngineReading) -> SlotTableView | None:
-        """The mapped table of an engine that the last ``read`` found."""
+        """Return the mapped table of an engine of the last ``read``."""
         mapped = self._mapped.get((engine.namespace, engine.epoch))
         return mapped.table if mapped is not None else None
 
     # -- finding and mapping
 
     def map_segments(self) -> list[MappedNamespace]:
-        """Map what is new, let go of what has been gone for long, and return what there is, by
-        namespace; it stays mapped until the next call.  Blocks as ``read`` does."""
+        """Map what is new, unmap what has long been gone, and return what is mapped until the next
+        call.  Blocks as ``read`` does."""
         try:
             sockets = list_sockets(self._run_dir, self._namespace)
             coordinators = list_coordinators(self._run_dir, self._namespace)
@@ -134,16 +129,13 @@ class NodeReader:
         for key in sorted(present.keys() - self._mapped.keys()):
             new = MappedEngine(present[key])
             self._mapped[new.namespace, new.epoch] = new
-        list(self._pool.map(self._fetch, self._mapped.values()))
+        list(self._pool.map(lambda each: each.fetch(self._clock), self._mapped.values()))
         there = [mapped for mapped in self._mapped.values() if still_there(mapped)]
         coordinated = {n for n in coordinators if is_served(tables_socket(self._run_dir, n))}
         return [
             MappedNamespace(name, name in coordinated, [m for m in there if m.namespace == name])
             for name in sorted(coordinated | {mapped.namespace for mapped in there})
         ]
-
-    def _fetch(self, mapped: MappedEngine) -> None:
-        mapped.fetch(self._clock)
 
     def _find_pids(self) -> None:
         new = [mapped for mapped in self._mapped.values() if mapped.pid_here is None]
@@ -210,7 +202,6 @@ class NodeReader:
         return tuple(replace(engine, label=labels[engine.epoch]) for engine in engines)
 
     def _with_coordinator(self, space: NamespaceReading) -> NamespaceReading:
-        """Add what is known of the coordinator.  On a thread of the pool."""
         if not space.coordinated:
             return space
         answers, joined = self._ask_coordinator(space.name, space.engines)
@@ -224,7 +215,7 @@ class NodeReader:
         self, space: str, engines: Sequence[EngineReading]
     ) -> tuple[bool, set[Epoch]]:
         """Whether the coordinator answers, and the engines in its roster.  It is asked only about
-        engines in whose tables it has not shown itself lately, if any."""
+        those in whose tables it has not shown itself lately."""
         now, segments = self._clock(), SegmentClient(self._run_dir, space, timeout=ASK_SECONDS)
         living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
         seen = [engine for engine in living if engine.coordinator_ns]  # else never, or not known
@@ -265,8 +256,7 @@ class NodeReader:
 
 
 def _count(tables: Sequence[SlotTableView]) -> dict[Epoch, Blocks]:
-    """Count the blocks of one namespace's tables; leaves out tables that cannot be read.
-    Blocks of engines that have ended are unused."""
+    """Count blocks; leave out tables that cannot be read, and blocks of ended engines."""
     ended = [table for table in tables if table.died or table.retired]
     none = {Epoch(table.epoch): Blocks(table.num_blocks) for table in ended}
     return none | _census([table for table in tables if table not in ended])
@@ -295,9 +285,8 @@ def _latest(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
 
 
 def _labels(engines: Sequence[EngineReading], before: Mapping[Epoch, str]) -> dict[Epoch, str]:
-    """Names, with the epoch where several engines have one, as in containers.  ``before``: the
-    labels of the last look.  A living engine keeps its label, which its time series have; one that
-    starts where another of its name has ended takes over that one's."""
+    """Return unique names.  ``before``: of the last look; a living engine keeps its own, which its
+    time series have, and one that follows an ended one of its name takes over that one's."""
     labels: dict[Epoch, str] = {}
     alike = Counter((engine.is_readable, engine.name) for engine in engines)
     for engine in sorted(engines, key=lambda e: (not e.is_readable, e.epoch not in before)):

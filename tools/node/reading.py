@@ -1,4 +1,4 @@
-"""What one look at a node found: plain values, which no process can change any more."""
+"""What one look at a node found, as plain values."""
 
 from __future__ import annotations
 
@@ -27,43 +27,37 @@ AHEAD_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one engine."""
-
     total: int
     ready: int = 0
     draining: int = 0
     leased: int = 0
     distinct: int = 0
-    """READY blocks that no engine before this one in the reading has: their sum over all engines
-    of the namespace is the number of different blocks.  0 if the engine has ended."""
+    """READY blocks that no engine before this one in the reading has; 0 if it has ended."""
     last_copies: int = 0
-    """READY blocks that no other engine of the namespace has.  0 if the engine has ended."""
+    """READY blocks that no other engine of the namespace has; 0 if it has ended."""
 
 
 @dataclass(frozen=True)
 class PeerReading:
-    """What an engine's replica knows of another engine."""
-
     name: str
     epoch: Epoch
     suspected: bool
     entries: int
     lacking: int | None
-    """READY blocks of the peer that the replica misses; None if the peer's table is not known."""
+    """READY blocks that the replica misses; None if the peer's table is not known."""
     lag_seconds: float | None
-    """How long the oldest of these has been published; 0.0 if there is none."""
+    """How long the oldest of these has been published."""
     lease_bit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHeader:
-    """One engine in one epoch, as the header of its slot table shows it."""
+    """An engine in one epoch, as the header of its slot table shows it."""
 
     namespace: str
     epoch: Epoch
     name: str
     pid: int
-    """As the engine sees it."""
     model: str
     fingerprint: str
     block_size: int
@@ -71,7 +65,7 @@ class EngineHeader:
     died: bool
     """Whether the process of the scheduler or of a rank has ended."""
     retired: bool
-    """Whether the epoch has ended: the engine has left or begun another epoch."""
+    """Whether the engine has left or begun another epoch."""
     life: tuple[bool, ...]
     """For each rank whether others may read its KV memory."""
     heartbeat: int
@@ -82,7 +76,7 @@ class EngineHeader:
 
 
 def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
-    """Read the header of a table.  Raises KvshmError."""
+    """Raises KvshmError."""
     return EngineHeader(
         namespace=namespace,
         epoch=Epoch(table.epoch),
@@ -104,28 +98,22 @@ def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReading(EngineHeader):
-    """One engine in one epoch, as a look at the node shows it."""
-
     answers: bool
-    """Whether the engine itself has handed out its table, now or at an earlier look; otherwise the
-    coordinator has."""
+    """Whether it has handed out its table itself; otherwise the coordinator has."""
     blocks: Blocks
     histograms: Mapping[str, Distribution]
     traffic: tuple[Traffic, ...]
     progress: tuple[LoopProgress, ...]
-    """Of the loops of its own processes, on the reader's clock."""
+    """On the reader's clock."""
     coordinator_ns: int | None
-    """When a coordinator that has this table last went round, on the reader's CLOCK_MONOTONIC; 0:
-    never; None: it cannot be told."""
+    """When its coordinator last went round, on the reader's clock; 0: never; None: not known."""
     loads_since: tuple[int, ...]
-    """When its loads under way began, on the reader's CLOCK_MONOTONIC in nanoseconds, the oldest
-    first."""
+    """When its loads under way began, on the reader's clock."""
     errors: tuple[LoggedError, ...]
     clock_known: bool = True
-    """Whether its times are on the reader's clock; otherwise ``progress`` and ``loads_since`` are
-    on its own."""
+    """Otherwise ``progress`` and ``loads_since`` are on its own clock."""
     joined: bool = False
-    """Whether it is in the coordinator's roster, as far as that can be found out."""
+    """Whether it is known to be in the coordinator's roster."""
     pid_here: int = 0
     """Its pid in this process's container; 0: the engine is in another one."""
     peers: tuple[PeerReading, ...] = ()
@@ -135,28 +123,25 @@ class EngineReading(EngineHeader):
 
     @property
     def is_readable(self) -> bool:
-        """Whether other engines may still read its blocks, as far as its epoch and its processes
-        show."""
+        """Whether other engines may still read its blocks."""
         return not (self.owner_died or self.died or self.retired)
 
     @property
     def log_name(self) -> str:
-        """The engine's name as in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By what a user may call it: its name, its pid, or its epoch in hexadecimal."""
+        """By what a user may call it."""
         epoch = f"{self.epoch:016x}"
         return self.label, self.name, str(self.pid), epoch, f"0x{epoch}"
 
     def last_error(self, *codes: ErrorCode) -> str:
-        """The text of the most recent error with one of these codes; empty if there is none."""
+        """The text of the latest error with one of these codes, or an empty one."""
         return next((error.text for error in reversed(self.errors) if error.code in codes), "")
 
     def differences(self, *names: str) -> Iterator[tuple[str, str]]:
-        """The errors about engines with these names that it cannot share with, the most recent
-        first: the first field that differs, and the whole text."""
+        """Yield the differing field and text of errors about these engines, the latest first."""
         for error in reversed(self.errors):
             for name in names:
                 if (field := differing_field(error, name)) is not None:
@@ -165,37 +150,30 @@ class EngineReading(EngineHeader):
 
 @dataclass(frozen=True)
 class NamespaceReading:
-    """The engines of one namespace, and whether they have a coordinator."""
-
     name: str
     coordinated: bool
     """Whether a process serves the coordinator's sockets; it may be stopped."""
     coordinator_answers: bool
-    """Whether it answers, or has gone round just now."""
     coordinator_ns: int | None = 0
-    """When it last went round, on the reader's CLOCK_MONOTONIC, as the engines in its roster show;
-    0 if they do not; None: it cannot be told."""
+    """When it last went round, as the engines in its roster show; 0: never; None: not known."""
     engines: tuple[EngineReading, ...] = ()
     ended: tuple[Epoch, ...] = ()
-    """Engines whose processes have ended, and of which a socket is left."""
+    """Engines that have ended and left a socket."""
     unreadable: Mapping[Epoch, str] = field(default_factory=dict)
     silent: frozenset[Epoch] = frozenset()
-    """Those of them that do not answer: stopped, or out of descriptors."""
+    """Those of them that do not answer."""
     pids_here: Mapping[Epoch, int] = field(default_factory=dict)
-    """The pids of engines in this process's container, also of those that cannot be read."""
+    """Of engines in this process's container, also of those that cannot be read."""
     declined: tuple[Declined, ...] = ()
-    """Engines that share nothing, as they say themselves."""
     beside: NamespaceReading | None = None
-    """The whole namespace, if this is a part of it: each engine is judged by all others."""
+    """The whole namespace, if this is a part of it."""
 
     @property
     def whole(self) -> NamespaceReading:
-        """The namespace with all of its engines."""
         return self.beside or self
 
     @cached_property
     def known_to_peers(self) -> Mapping[Epoch, PeerReading]:
-        """What a replica knows of each engine whose table is not known."""
         if self.beside is not None:
             return self.beside.known_to_peers
         shown = {engine.epoch for engine in self.engines}
@@ -203,30 +181,25 @@ class NamespaceReading:
         return {peer.epoch: peer for peer in rows if peer.epoch not in shown}
 
     def peer(self, epoch: Epoch) -> PeerReading | None:
-        """What a replica knows of this engine, whose table is not known."""
         return self.known_to_peers.get(epoch)
 
     def label_of(self, epoch: Epoch) -> str:
-        """The name of an engine whose table is not known, made unique as ``EngineReading.label``
-        is."""
+        """The unique name of an engine whose table is not known."""
         if (peer := self.peer(epoch)) is None:
             return f"{epoch:016x}"
         return peer.name if self._times_used[peer.name] == 1 else f"{peer.name}-{epoch:016x}"
 
     @cached_property
     def _times_used(self) -> Counter[str]:
-        """For each name how many engines have it, of those known and of those unknown."""
         unknown = (peer.name for peer in self.known_to_peers.values())
         return Counter([*(engine.label for engine in self.whole.engines), *unknown])
 
     def name_of(self, epoch: Epoch) -> str:
-        """How log lines name an engine whose table is not known."""
         peer = self.peer(epoch)
         return engine_name(epoch, peer.name if peer else "", self.pids_here.get(epoch, 0))
 
     def only(self, is_meant: Callable[[tuple[str, ...], bool], bool]) -> NamespaceReading:
-        """The same without engines that are not meant.  ``is_meant`` takes an engine's names, and
-        whether it is in this container."""
+        """Return a part.  ``is_meant``: of an engine's names and whether it is here."""
         unreadable = {
             epoch: why
             for epoch, why in self.unreadable.items()
@@ -242,7 +215,6 @@ class NamespaceReading:
         )
 
     def names_of(self, epoch: Epoch) -> tuple[str, ...]:
-        """By what a user may call an engine whose table is not known."""
         pid, peer = self.pids_here.get(epoch), self.peer(epoch)
         known = ([str(pid)] if pid else []) + ([peer.name] if peer else [])
         return (*known, f"{epoch:016x}", f"0x{epoch:016x}")
@@ -250,12 +222,10 @@ class NamespaceReading:
 
 @dataclass(frozen=True)
 class NodeReading:
-    """One look at the namespaces of a run directory."""
-
     at_ns: int
     namespaces: tuple[NamespaceReading, ...]
     real_ns: int = 0
-    """The same moment in CLOCK_REALTIME, as errors and creations of tables have it."""
+    """The same moment in CLOCK_REALTIME."""
 
     @property
     def engines(self) -> Iterator[EngineReading]:
@@ -267,13 +237,11 @@ class ReadersClock:
     """The clock of this process, to which the times of all others are converted."""
 
     clock: Callable[[], float]
-    """CLOCK_MONOTONIC in seconds, read after the times that are judged: this process may be stopped
-    between two of its reads."""
+    """CLOCK_MONOTONIC in seconds, read after the times that are judged."""
     offset_ns: int | None
 
     def converted(self, time_ns: int, offset_ns: int | None) -> int | None:
-        """A time of a process with this offset; None if it cannot be told.  A time that is yet to
-        come cannot have that offset."""
+        """Convert a time of a process with this offset; None: not known, as if yet to come."""
         here = on_own_clock(time_ns, offset_ns, self.offset_ns)
         return None if here is None or here > self.clock() * 1e9 + AHEAD_NS else here
 
@@ -318,7 +286,7 @@ def _read_times(table: SlotTableView, clock: ReadersClock) -> _Times:
 
 
 def read_peer(row: Row, missing: tuple[int, float] | None) -> PeerReading:
-    """What a replica's row says.  ``missing``: how many blocks it misses, and since when."""
+    """``missing``: how many blocks the replica misses, and since when."""
     lacking, lag = missing or (None, None)
     suspected = row.state is RowState.SUSPECTED
     bit = row.lease_bit if row.lease_bit >= 0 else None

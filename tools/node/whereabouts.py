@@ -1,8 +1,7 @@
 """Which process of this container serves a socket, found without connecting to it.
 
-A stopped process accepts no connection, so whoever connects again and again would fill its queue.
-The kernel lists the sockets of this network namespace with their paths, and /proc shows which
-process of this pid namespace has each open.
+The queue of a stopped process would fill.  The kernel lists the sockets of this network namespace,
+and /proc shows which process of this pid namespace has each open.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ _LISTENING = 0x10000
 
 
 def pids_of(names: Collection[str], proc: Path = PROC) -> dict[str, int]:
-    """Return, by the name of its socket's file, the pid of each process of this user that serves
-    one of these.  A name is unique: it has the epoch of an engine.  Missing: the process is in
-    another container, or has ended."""
+    """Return the pids of this container's processes that serve sockets of these file names."""
     if not names:
         return {}
     links = {f"socket:[{inode}]": name for inode, name in _listening(names, proc).items()}

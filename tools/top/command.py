@@ -11,14 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..node.reader import NodeReader
-from ..options import add_selection, find_place
+from ..options import add_selection, find_place, number
 from ..output import EXIT_FAILED, note
 from .history import NodeHistory
 from .view import View
 
 HELP = "watch what engines share: hits, copies and their paths, faults"
 LEAST_INTERVAL, MOST_INTERVAL = 0.1, 86400.0
-"""Seconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_selection(parser)
     parser.add_argument("--once", action="store_true", help="print one interval and end")
+    interval = number(
+        float,
+        lambda seconds: LEAST_INTERVAL <= seconds <= MOST_INTERVAL,
+        f"of {LEAST_INTERVAL} to {MOST_INTERVAL:.0f} seconds",
+    )
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="default: 1"
+        "--interval", type=interval, default=1.0, metavar="SECONDS", help="default: 1"
     )
 
 
@@ -84,11 +88,3 @@ def _print_on(interval: float, history: NodeHistory, show: Callable[[View], None
 
 def _print_json(view: View) -> None:
     print(json.dumps(view.as_json()))
-
-
-def _interval(text: str) -> float:
-    seconds = float(text)
-    if not LEAST_INTERVAL <= seconds <= MOST_INTERVAL:
-        wanted = f"{LEAST_INTERVAL} to {MOST_INTERVAL:.0f} seconds"
-        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
-    return seconds

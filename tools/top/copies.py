@@ -7,9 +7,8 @@ A pair is slow if
     its copies ran at less than a quarter of the speed of the node's fastest pair on the same path.
 
 Speeds are compared only where they say something about the path: of at least ENOUGH_BYTES within a
-minute, so that no single lucky or unlucky load decides, in loads of at least LARGE_LOAD_BYTES on
-average, since the start of a copy dominates smaller ones: by NVLink these take as long as their
-start.  What waited for other copies has no time and does not count.
+minute, so that no single load decides, in loads of at least LARGE_LOAD_BYTES on average, since the
+start of a copy dominates smaller ones.
 """
 
 from __future__ import annotations
@@ -31,21 +30,16 @@ SLOWER_TIMES = 4
 
 @dataclass(frozen=True)
 class Copies:
-    """What one engine copies from another one on one path."""
-
     namespace: str
     importer: str
     exporter: str
-    """Label of the engine whose blocks they are; if that epoch has ended, the name by which the
-    importer knew it, and "(ended)", or "(unreadable)" if it has not ended."""
+    """The engine whose blocks they are; with "(ended)" or "(unreadable)" if it has no label."""
     importer_epoch: str
     exporter_epoch: str
     path: CopyPath
     bytes_per_second: float | None
-    """In the last interval; None if that is not known."""
     blocks_per_second: float | None
     failed: int
-    """Loads of the last minute with at least one block to recompute."""
     total_bytes: int
     """Since the importer's epoch began."""
     speed: float | None = None
@@ -54,13 +48,12 @@ class Copies:
 
     @property
     def between_engines(self) -> bool:
-        """Whether the blocks are another engine's; otherwise they are copies of own ones."""
         return self.importer_epoch != self.exporter_epoch
 
 
 def find_copies(reading: NodeReading, last: Rates, minute: Rates) -> list[Copies]:
-    """Return all pairs and paths on which anything was copied since the epochs began; of exporters
-    that have ended only what was copied in the last minute."""
+    """Return all pairs and paths on which anything was copied; from exporters that have ended, in
+    the last minute."""
     labels = {(engine.namespace, engine.epoch): engine.label for engine in reading.engines}
     found: list[Copies] = []
     for space in reading.namespaces:

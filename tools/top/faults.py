@@ -1,8 +1,4 @@
-"""What has gone wrong on a node, the newest first.  Pure.
-
-The sources: the states of engines and coordinators as ``tools/node/health.py`` judges them, slow
-paths, and the error log of each engine's table.  Equal texts of several engines are one fault.
-"""
+"""What has gone wrong on a node, the newest first.  Pure."""
 
 from __future__ import annotations
 
@@ -18,18 +14,13 @@ from .copies import Copies
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, or was."""
-
     kind: str
-    """"state" (as it is now), "alone" (an engine that none can share with, now), "slow" (a path,
-    now), or "log" (an engine has recorded it)."""
+    """"log": recorded by an engine; "state", "declined", "alone" or "slow": so now."""
     engines: tuple[str, ...]
-    """Labels of those concerned; empty: a coordinator."""
     text: str
     times: int = 1
-    """How often it was recorded, by all of them together."""
     age_seconds: float | None = None
-    """How long ago it was last recorded; None: it is so now."""
+    """Since it was last recorded; None: it is so now."""
 
 
 def find_faults(
@@ -51,7 +42,6 @@ def find_faults(
 
 
 def fold(faults: Sequence[Fault]) -> Iterator[Fault]:
-    """Make one fault of those with one kind and text."""
     same: dict[tuple[str, str], list[Fault]] = {}
     for fault in faults:
         same.setdefault((fault.kind, fault.text), []).append(fault)
@@ -89,7 +79,7 @@ def _of_loners(health: NodeHealth, shown: Sequence[EngineHealth]) -> Iterator[Fa
         alone = alike[engine.namespace, engine.fingerprint] == 1
         has_reason = any(reason.code is Code.ALONE for reason in each.reasons)
         if alone and each.live and not has_reason and together[engine.namespace] > 1:
-            text = "shares with nobody: no other engine here has its fingerprint"
+            text = "shares with no engine: no other engine here has its fingerprint"
             yield Fault("alone", (engine.label,), text)
 
 

@@ -135,8 +135,7 @@ def _state(engine: Engine) -> Text:
 
 
 def _matrix(copies: Sequence[Copies], name: Name, width: int, rows: int) -> Iterator[Text]:
-    """Yield a head and at most ``rows`` rows; engines that do not fit are "others" together.
-    Nothing if there are no copies."""
+    """Yield a head and at most ``rows`` rows; engines that do not fit are "others" together."""
     if not copies or rows < 1:
         return
     to = _named([(name(p.namespace, p.importer), p) for p in copies], rows)
@@ -155,8 +154,7 @@ def _matrix(copies: Sequence[Copies], name: Name, width: int, rows: int) -> Iter
 
 
 def _named(pairs: Sequence[tuple[str, Copies]], room: int) -> list[str]:
-    """The names that get a row or column of their own, in alphabetical order: those with slow
-    paths, then those that copy most."""
+    """The names that get a row or column: with slow paths, then those that copy most."""
     weights: defaultdict[str, tuple[int, float, int]] = defaultdict(lambda: (0, 0.0, 0))
     for label, pair in pairs:
         slow, now, total = weights[label]
@@ -169,8 +167,7 @@ def _named(pairs: Sequence[tuple[str, Copies]], room: int) -> list[str]:
 
 
 def _copied(pairs: Sequence[Copies]) -> Text:
-    """The rate, and the slowest path of those in use, or of all that were; a slow one is marked
-    with ``!``."""
+    """The rate, and the slowest path in use, with ``!`` if it is slow."""
     if not pairs:
         return Text()
     using = [pair for pair in pairs if pair.bytes_per_second] or pairs

@@ -14,25 +14,21 @@ GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table."""
-
     head: str
     cells: Sequence[Text]
     rank: int
     """Columns with the highest rank are left out first; 0: never."""
     right: bool = True
     at_least: int | None = None
-    """If given, the column takes no more than what the others leave, but at least this many
-    characters; longer texts are cut."""
+    """Width below which the column is left out and to which its texts may be cut; None: the widest
+    cell's."""
 
     @property
     def width(self) -> int:
-        """The width of its widest cell."""
         return int(max(Text(self.head).cell_len, *(cell.cell_len for cell in self.cells), 1))
 
     @property
     def least(self) -> int:
-        """The width below which it is left out."""
         return self.width if self.at_least is None else min(self.width, self.at_least)
 
 
@@ -62,14 +58,12 @@ def table(columns: Sequence[Column], width: int) -> Iterator[Text]:
 
 
 def cut(line: Text, width: int) -> Text:
-    """Return the line, cut to the width."""
     line.truncate(width, overflow="ellipsis")
     return line
 
 
 def flow(segments: Sequence[Text], width: int) -> Iterator[Text]:
-    """Yield lines of segments with gaps between them; a segment that does not fit starts another
-    line."""
+    """Yield lines of whole segments with gaps between them."""
     line = Text(no_wrap=True)
     for segment in segments:
         if line.plain and line.cell_len + 2 * GAP + segment.cell_len > width:

@@ -26,8 +26,8 @@ class NodeHistory:
         self._minute: deque[NodeReading] = deque()
 
     def look(self) -> View:
-        """Look at the node now.  At the first look no rates are known, and what belongs to the last
-        minute is of the whole time.  Blocks as ``NodeReader.read`` does."""
+        """Look now.  The first time no rates are known, and the last minute is the whole time.
+        Blocks as ``NodeReader.read`` does."""
         now, since_start = self._read(), self._last is None
         last = measure(now if self._last is None else self._last, now)
         minute = measure(None if since_start else self._minute[0], now)
@@ -40,8 +40,7 @@ class NodeHistory:
             select(self._last, self._wanted)
 
     def look_once_more(self) -> View:
-        """The same, but what belongs to the last minute is of the whole time: for a view that no
-        other follows."""
+        """Look, with the whole time for the last minute: for a view that no other follows."""
         now = self._read()
         whole = measure(None, now)
         last = measure(now if self._last is None else self._last, now)

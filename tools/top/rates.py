@@ -25,37 +25,28 @@ Key = tuple[str, Epoch]
 
 @dataclass(frozen=True)
 class Change:
-    """What one engine has done meanwhile."""
-
     counters: Mapping[str, int]
     histograms: Mapping[str, Distribution]
     traffic: tuple[Traffic, ...]
     """One for each peer and path, also those on which nothing was copied meanwhile."""
 
     def counted(self, counter: str) -> int:
-        """How much a counter has grown; 0 if there is none of this label."""
         return self.counters.get(counter, 0)
 
     def observed(self, histogram: str) -> Distribution:
-        """What a histogram has counted; nothing if there is none of this label."""
         return self.histograms.get(histogram, NO_VALUES)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What has changed on a node between two looks."""
-
     seconds: float | None
-    """How far the looks are apart; None: since the epochs began, each of which at its own time."""
+    """Between the looks; None: since the epochs began."""
     engines: Mapping[Key, Change]
-    """An engine is missing if it was not there at both looks, and did not start between them."""
 
     def a_second(self, count: int) -> float | None:
-        """The count per second; None if that is not known."""
         return count / self.seconds if self.seconds else None
 
     def of(self, engine: EngineReading) -> Change:
-        """What an engine has done meanwhile; nothing if that is not known."""
         return self.engines.get((engine.namespace, engine.epoch), NOTHING)
 
 
@@ -97,7 +88,7 @@ def _difference(old: EngineReading, new: EngineReading) -> Change:
 
 
 def _since(new: Traffic, old: Traffic | None) -> Traffic:
-    """The difference of two rows; a row that was given up and begun again counts from 0."""
+    """A row that was given up and begun again counts from 0."""
     if old is None or new.loads < old.loads:
         return new
     return new._replace(

@@ -1,7 +1,6 @@
 """Shows frames in a terminal until ``q``.  Uses rich.
 
-Looks are made on a thread, so that keys and a new size of the terminal are answered at once while
-a look waits for an engine that is stopped.
+Looks are made on a thread, so that keys are answered while a look waits for a stopped engine.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .frame import frame
 from .view import View
 
 PLAIN_WIDTH = 200
-"""Of frames that are not written to a terminal; $COLUMNS tells another one."""
+"""Of frames that are not written to a terminal, without $COLUMNS."""
 
 
 def print_frame(view: View) -> None:
@@ -45,18 +44,16 @@ class Screen:
     """The alternate screen of a terminal.  Main thread only, since it handles signals."""
 
     def __init__(self, look: Callable[[], View], interval: float) -> None:
-        """``look``: makes the next view, on a thread of the screen's own; ``interval``: seconds
-        between two looks."""
+        """``look``: makes the next view, on another thread; ``interval``: seconds between looks."""
         self._look, self._interval = look, interval
         self._view: View | None = None
         self._failure: BaseException | None = None
         self._ended = Event()
-        self._told, self._tell = os.pipe()
-        os.set_blocking(self._tell, False)
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
 
     def run(self, first: View) -> None:
-        """Show views until the user ends it by ``q`` or Ctrl-C; raise what a look raises.  The
-        terminal is as it was before, however this ends."""
+        """Show views until ``q`` or Ctrl-C, and restore the terminal; raise what a look raises."""
         self._view = first
         console = Console(highlight=False, markup=False, emoji=False)
         thread = Thread(target=self._make_views, name="kvshm-top-looks", daemon=True)
@@ -74,7 +71,7 @@ class Screen:
             self._ended.set()
             if thread.ident is not None:
                 thread.join()  # the reader's memory is unmapped after this
-            for end in (self._told, self._tell):
+            for end in (self._woken, self._waker):
                 os.close(end)
         if self._failure is not None:
             raise self._failure
@@ -93,9 +90,9 @@ class Screen:
     def _wait(self) -> bool:
         """Wait until there is something to show; return whether the user has asked for the end."""
         keys = _keyboard()
-        ready, _, _ = select.select([self._told, *keys], [], [])
-        if self._told in ready:
-            os.read(self._told, 4096)
+        ready, _, _ = select.select([self._woken, *keys], [], [])
+        if self._woken in ready:
+            os.read(self._woken, 4096)
         for key in {*keys} & {*ready}:
             typed = os.read(key, 4096)
             return not typed or b"q" in typed or b"Q" in typed
@@ -113,7 +110,7 @@ class Screen:
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # it is awake already
-            os.write(self._tell, b".")
+            os.write(self._waker, b".")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -135,15 +132,14 @@ class Screen:
 
 
 def _keyboard() -> list[int]:
-    """The descriptor from which keys come; none without a keyboard."""
     typing = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
     return [sys.stdin.fileno()] if typing else []
 
 
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Get keys without Enter, and show none of them.  Ctrl-Z and Ctrl-\\ do nothing: the shell
-    would go on in the alternate screen."""
+    """Get keys unshown and without Enter.  Ctrl-Z and Ctrl-\\ do nothing: the shell would go on in
+    the alternate screen."""
     if not (keys := _keyboard()):
         yield
         return

@@ -23,8 +23,6 @@ from .rates import Change, Rates
 
 @dataclass(frozen=True)
 class Tokens:
-    """Prompt tokens by where their KV came from."""
-
     local: int
     peer: int
     computed: int
@@ -34,14 +32,11 @@ class Tokens:
         return self.local + self.peer + self.computed
 
     def share(self, part: int) -> float | None:
-        """The share of a part in all, 0 to 1; None if there were none."""
         return part / self.all if self.all else None
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """One namespace and its coordinator."""
-
     namespace: str
     coordinator: State
     coordinator_reason: str
@@ -51,8 +46,6 @@ class Namespace:
 
 @dataclass(frozen=True)
 class EngineName:
-    """Which engine a row of the table is about."""
-
     namespace: str
     engine: str
     epoch: str
@@ -62,8 +55,6 @@ class EngineName:
 
 @dataclass(frozen=True)
 class Engine(EngineName):
-    """One engine: a row of the table."""
-
     state: State
     reasons: tuple[str, ...]
     published_blocks: int
@@ -73,41 +64,34 @@ class Engine(EngineName):
     in_bytes_per_second: float | None
     out_bytes_per_second: float | None
     drain_p99_ns: int | None
-    """Of the waits for readers in the last minute, within a factor of two."""
+    """Within a factor of two."""
     hook_mean_ns: int | None
-    """Mean time of kvshm's two hooks of a scheduler step, in the last minute; exact."""
+    """Of kvshm's two hooks of a scheduler step, in the last minute."""
     hook_p99_ns: int | None
     """Of either hook, within a factor of two."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The engines together."""
-
     tokens: Tokens
     tokens_since_start: Tokens
     prompt_tokens_per_second: float | None
     not_prefilled_per_second: float | None
     """Prompt tokens that imports brought."""
     bytes_per_second: dict[CopyPath, float]
-    """By path; without paths on which nothing was copied."""
     discarded_per_second: float | None
-    """Copied blocks that were thrown away."""
     discarded_since_start: int
     published_blocks: int
     """Of engines that have not ended."""
     distinct_blocks: int
     worst_lag_seconds: float | None
-    """For how long the oldest block that a live engine's replica misses has been published."""
+    """Of the oldest block that a live engine's replica misses."""
 
 
 @dataclass(frozen=True)
 class View:
-    """All that is shown."""
-
     time: float
     seconds: float | None
-    """Length of the interval that all rates are of."""
     window_seconds: float | None
     """Length of the "last minute"; None: since the epochs began."""
     namespaces: tuple[Namespace, ...]
@@ -117,16 +101,14 @@ class View:
     faults: tuple[Fault, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as dictionaries and lists."""
         return dataclasses.asdict(self)
 
 
 def build_view(
     reading: NodeReading, last: Rates, minute: Rates, start: Rates, wanted: str | None = None
 ) -> View:
-    """Return what is shown of a reading.  ``last``, ``minute``, ``start``: what has changed since
-    the last look, in the last minute, and since the epochs began; ``wanted``: the engine that is
-    meant (None: all)."""
+    """Return what is shown of a reading.  ``last``, ``minute``, ``start``: changes since the last
+    look, in a minute and since the epochs began; ``wanted``: the engine that is meant."""
     health = judge_node(reading)
     shown = [each for each in health.engines if wanted is None or wanted in each.engine.names]
     labels = {(each.engine.namespace, each.engine.label) for each in shown}
@@ -193,7 +175,7 @@ def _totals(
 
 
 def _worst_lag(shown: Sequence[EngineHealth]) -> float | None:
-    """Replicas of dead engines and entries of dead engines do not count: they are unused."""
+    """Replicas and entries of dead engines do not count."""
     live = {each.engine.epoch for each in shown if each.live and not each.engine.retired}
     lags = [
         peer.lag_seconds
