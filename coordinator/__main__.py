@@ -84,8 +84,6 @@ def _config(argv: Sequence[str] | None) -> Config:
 
 
 class _Signals:
-    """SIGTERM and SIGINT end the server at its next turn."""
-
     def __init__(self) -> None:
         self.received = False
         self.wake, self._write = socket.socketpair()
@@ -96,8 +94,7 @@ class _Signals:
 
     @staticmethod
     def ignore() -> None:
-        """Call it once the server has ended: at its shutdown the interpreter restores the default
-        effect of signals that it handles, and another signal would decide the exit status."""
+        """Ignore signals once the server has ended: another one would decide the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
@@ -106,7 +103,7 @@ class _Signals:
 
 
 def _end_exhausted(exc: Exhausted) -> NoReturn:
-    """End the process without closing anything: the kernel needs no descriptors for that."""
+    """End the process at once: the kernel closes everything without a descriptor."""
     next_step = "once it has been restarted" if os.environ.get(VARIABLE) else "if it is restarted"
     try:
         logfmt.end(f"kvshm-coordinator: {exc}; engines serve on, and join {next_step}")
@@ -115,7 +112,6 @@ def _end_exhausted(exc: Exhausted) -> NoReturn:
 
 
 def _serve(run_dir: Path, namespace: str, signals: _Signals, bounds: Bounds) -> None:
-    """Serve until a signal arrives; remove files without an owner at the end."""
     service = Service(run_dir, namespace, signals.wake.fileno(), bounds)
     notify(READY, os.environ)
     try:
@@ -130,7 +126,6 @@ def _serve(run_dir: Path, namespace: str, signals: _Signals, bounds: Bounds) -> 
 
 
 def _exit_status(exc: Exception) -> int:
-    """The status of a coordinator that ``exc`` has ended."""
     cause = exc if isinstance(exc, OSError) else exc.__cause__
     if isinstance(cause, OSError) and cause.errno in _PASSING:
         return EXIT_UNEXPECTED

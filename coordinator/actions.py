@@ -1,7 +1,4 @@
-"""What ``decide`` takes and returns: inputs and actions.
-
-Inputs say what happened; actions say what the shell has to do, in the order of the list.
-"""
+"""What ``decide`` takes and returns: inputs and, for the shell in their order, actions."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ class Sender(NamedTuple):
     """The process that sent a message, as the socket tells: never taken from the payload."""
 
     route: bytes
-    """Where an answer goes (ROUTER identity)."""
     uid: int
     pid: int
     """0: a process in a pid namespace that is not visible here; -1: the socket did not tell."""
@@ -29,7 +25,6 @@ class Refusal(NamedTuple):
     remedy: str
     retry: bool = False
     code: str = ""
-    """As in Refused."""
 
 
 # -- inputs

@@ -40,8 +40,7 @@ def raise_descriptor_limit() -> None:
 
 
 def num_open_descriptors() -> int:
-    """Return how many descriptors this process has open: its limit if none is left to find out, 0
-    if the number is unknown for another reason."""
+    """Return the number of open descriptors; the limit if none is left to count, 0 if unknown."""
     try:
         # From Linux 6.2 on the folder's size is the number, and needs no descriptor.
         return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1
@@ -98,7 +97,6 @@ class Bounds:
 
     @property
     def limit(self) -> int:
-        """The process's limit of descriptors at this moment."""
         return _soft_limit()
 
     @property

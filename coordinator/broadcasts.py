@@ -31,7 +31,6 @@ from kvshm._node.protocol import (
 @dataclass
 class _Topic:
     last: float = -math.inf
-    """When a frame was sent last."""
     waiting: list[bytes] = field(default_factory=list)
     size: int = 0
 
@@ -56,7 +55,6 @@ class BroadcastQueue:
             self._flush(topic, queued, now)
 
     def send_due(self, now: float) -> None:
-        """Send the messages that have waited long enough."""
         for topic, queued in list(self._topics.items()):
             if now >= queued.last + self._relay_seconds:
                 if queued.waiting:

@@ -53,7 +53,7 @@ def serve(config: Config | None = None) -> Iterator[CoordinatorThread]:
 
 
 class CoordinatorThread:
-    """The thread.  All methods: any thread."""
+    """The thread that serves; any thread may call its methods."""
 
     def __init__(self, run_dir: Path, namespace: str) -> None:
         """Serve.  Raises KvshmError or OSError, leaving nothing open."""
@@ -94,7 +94,6 @@ class CoordinatorThread:
         os.close(self._wake)
 
     def forget_in_child(self) -> None:
-        """See kvshm/_base/forks.py."""
         if self._thread is None:
             return
         self._thread = None
@@ -128,7 +127,7 @@ class CoordinatorThread:
             pause = self._reopen(pause, longest)
 
     def _reopen(self, pause: float, longest: float) -> float:
-        """Try, after ``pause`` seconds, until engines are served again; return the next pause."""
+        """Try again until engines are served; return the next pause."""
         has_complained = False
         while not self._is_serving and not self._is_stopped_within(pause):
             pause = min(2 * pause, longest)

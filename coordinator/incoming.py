@@ -1,12 +1,10 @@
-"""Receives messages part by part.  libzmq keeps the parts of a message until the last part is
-there; of a message of millions of parts only as many are kept as a valid message has."""
+"""Receives messages part by part, and keeps no more parts than a valid message has."""
 
 from __future__ import annotations
 
 import zmq
 
 KEPT = 2
-"""The sender's identity, and the frame."""
 
 
 class MessageReader:

@@ -92,8 +92,8 @@ class Event(LogLine):
     )
     LINES_LOST = (
         WARNING,
-        "nobody read the log, or its disk hung, and more than 1,000 lines of it waited: `lines` of "
-        "them are lost; the coordinator went on",
+        "no process read the log, or its disk hung, and more than 1,000 lines of it waited: "
+        "`lines` of them are lost; the coordinator went on",
         _FIELD,
     )
     NOT_IN_FILE = (

@@ -1,13 +1,8 @@
-"""One line per event, key=value or JSON, so that both people and grep can read the log.
-
-A thread writes the lines: neither a reader that stands still nor a disk that hangs holds the
-coordinator up.
-"""
+"""The log lines, written by a thread that no reader or disk holds up."""
 
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import logging.handlers
 import math
@@ -28,23 +23,18 @@ from kvshm._base.resources import start_thread
 from .log_lines import Event
 
 MAX_WAITING = 1000
-"""Lines that wait to be written; further lines are counted and lost."""
 _AT_ONCE = select.PIPE_BUF
-"""Bytes that fit into any descriptor that poll calls writable."""
 LAST_SECONDS = 1.0
 """How long ``end`` waits for the reader or the disk."""
 INSTEAD_SECONDS = 0.1
 """How long a line that the file does not take waits for the reader of stderr."""
 MAX_LINES = 1000
-"""Lines a minute.  More than a node has engines, and pairs of engines that differ."""
+"""Lines a minute."""
 
 _LOGGER = logging.getLogger("kvshm.coordinator")
-_FORMATTED = "kvshm_formatted"
-"""Attribute of a record that waits: its line."""
 
 
 def write(event: Event, **fields: object) -> None:
-    """Write a line of the coordinator."""
     _write(event, fields)
 
 
@@ -65,15 +55,15 @@ def _record(event: Event, **fields: object) -> logging.LogRecord:
 
 
 class _Lines(LineFormatter):
-    """Formats each record once, before it waits."""
+    """Takes the line of a record that has waited: ``QueueHandler.prepare`` made it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: str | None = getattr(record, _FORMATTED, None)
+        line: str | None = getattr(record, "message", None)
         return super().format(record) if line is None else line
 
 
 class _Descriptor(logging.Handler):
-    """Writes lines to a descriptor, which may be non-blocking.  Waits until it takes them."""
+    """Writes lines to a descriptor; waits until it takes them."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -112,12 +102,6 @@ class _Queue(logging.handlers.QueueHandler):
         self._lost = 0
         start_thread(threading.Thread(target=self._write_all, name="kvshm-log", daemon=True))
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        waiting = copy.copy(record)
-        setattr(waiting, _FORMATTED, self.format(record))
-        waiting.exc_info = waiting.args = None  # let go of the values
-        return waiting
-
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
             self.queue.put_nowait(record)
@@ -143,12 +127,10 @@ class _Queue(logging.handlers.QueueHandler):
         self.release()
         if lost:
             remedy = "have the log read all the time, by a disk that does not hang"
-            self._writer.handle(self.prepare(_record(Event.LINES_LOST, lines=lost, remedy=remedy)))
+            self._writer.handle(_record(Event.LINES_LOST, lines=lost, remedy=remedy))
 
 
 class _Log(NamedTuple):
-    """What ``start`` has made."""
-
     stderr: _Descriptor | None
     waiting: _Queue
     has_file: bool
@@ -156,7 +138,6 @@ class _Log(NamedTuple):
 
 
 _started: list[_Log] = []
-"""Empty before ``start``."""
 
 
 def start(level: str, log_format: str = "text", log_file: str = "") -> None:
@@ -180,7 +161,7 @@ def start(level: str, log_format: str = "text", log_file: str = "") -> None:
             stderr.write(stderr.format(record), time.monotonic() + INSTEAD_SECONDS)
 
     writer = LogFile(log_file, lines, instead, not_written) if log_file else shown
-    waiting = _Queue(lines, writer)
+    waiting = _Queue(LineFormatter("coordinator", lines.as_json), writer)
     _started[:] = [_Log(stderr, waiting, bool(log_file), lines.as_json)]
     # At the exit it would wait for the lock of a handler that waits for the disk.
     atexit.unregister(logging.shutdown)

@@ -9,16 +9,12 @@ from . import logfmt
 from .log_lines import Event
 
 VARIABLE = "NOTIFY_SOCKET"
-"""Set by a service manager, which also restarts the coordinator."""
 READY = "READY=1"
 STOPPING = "STOPPING=1"
 
 
 def notify(state: str, environ: Mapping[str, str]) -> None:
-    """Send ``state`` to the datagram socket that ``VARIABLE`` names, if it names one.
-
-    Does not block and does not raise: a failure is logged.
-    """
+    """Send ``state`` to the socket that ``VARIABLE`` names, if any.  Never blocks or raises."""
     named = environ.get(VARIABLE, "")
     if not named:
         return

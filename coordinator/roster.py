@@ -1,8 +1,4 @@
-"""The roster and everything else the coordinator knows.  Pure.
-
-Engines serve prefixes without this state: a new coordinator starts with an empty roster and
-learns everything from the engines that join.
-"""
+"""What the coordinator knows; a new one learns it from the engines that join.  Pure."""
 
 from __future__ import annotations
 
@@ -18,20 +14,16 @@ from .lease_bits import LeaseBits
 from .log_lines import Event
 
 MAX_REPORTS = 1000
-"""Different reports that are remembered, and so logged."""
 MAX_REASON = 200
 """Characters of a reason by which reports differ."""
 MAX_ENDED = 1024
-"""Ended epochs that are remembered: messages that are under way are of later ones."""
+"""Ended epochs that are remembered."""
 
 
 @dataclass
 class Engine:
-    """One row of the roster."""
-
     info: EngineInfo
     pid: int
-    """The process that may send for this epoch, as the socket tells."""
     sequence: int
     """Of the engine's last events: relayed, or known to be lost."""
     last_heard: float
@@ -40,8 +32,6 @@ class Engine:
 
 @dataclass
 class Schedule:
-    """When the coordinator does what no message asks for."""
-
     last_clock: float | None = None
     grace_until: float | None = None
     grace_over: bool = False
@@ -60,11 +50,9 @@ class State:
     timing: Timing = TIMING
     bits: LeaseBits = field(default_factory=LeaseBits)
     engines: dict[int, Engine] = field(default_factory=dict)
-    """The roster, by epoch."""
     topics: dict[bytes, int] = field(default_factory=dict)
     """Fingerprint -> sequence of its last broadcast."""
     idle_topics: set[bytes] = field(default_factory=set)
-    """Topics that had no engine at the last look."""
     ended: dict[int, None] = field(default_factory=dict)
     """The last epochs that left the roster for good, oldest first."""
     ended_by_worker: dict[int, tuple[Engine, float]] = field(default_factory=dict)
@@ -84,7 +72,6 @@ class State:
         return SendBroadcast(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
 
     def end(self, epoch: int) -> None:
-        """Remove an epoch from the roster for good."""
         del self.engines[epoch]
         self.ended[epoch] = None
         if len(self.ended) > MAX_ENDED:

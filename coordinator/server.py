@@ -44,7 +44,7 @@ MAX_RECEIVED = 2000
 
 
 class Server:
-    """One coordinator at work.  Used by one thread."""
+    """One coordinator, used by one thread."""
 
     def __init__(
         self,
@@ -64,7 +64,6 @@ class Server:
         self._clock = clock
         self._inputs: deque[Input] = deque()
         self._watched: set[int] = set()
-        """Descriptors of the tables' connections that are polled."""
         self._failed: set[tuple[str, object]] = set()
         """Failures that were logged: the action, and the number of the error."""
         self._sockets = Sockets()
@@ -73,8 +72,7 @@ class Server:
         self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
-        """Let engines connect; the caller holds the lock.  Input on ``wake_fd`` only ends a
-        wait.  Raises RunDirectoryError."""
+        """Let engines connect; input on ``wake_fd`` only ends a wait.  Raises RunDirectoryError."""
         self._sockets.open(command_endpoint, event_endpoint)
         self._sockets.poller.register(wake_fd, zmq.POLLIN)
 
@@ -120,7 +118,6 @@ class Server:
             self._bounds.check()
 
     def _watch(self) -> None:
-        """Poll the open connections and no others."""
         present = {connection.fileno() for connection in self._tables.connections()}
         for gone in self._watched - present:
             self._sockets.poller.unregister(gone)
@@ -138,7 +135,6 @@ class Server:
                 self._handle(_read(*message))
 
     def _handle(self, *inputs: Input) -> None:
-        """Pass the inputs to ``decide``, and the further inputs that actions cause."""
         self._inputs.extend(inputs)
         while self._inputs:
             for action in self._decide(self._inputs.popleft()):
@@ -152,8 +148,7 @@ class Server:
             return []
 
     def _perform(self, action: Action) -> None:
-        """Carry out an action.  An error of the machine (descriptors, files) or a bug costs this
-        action only: the next sweep takes bits and leftovers of dead engines again."""
+        """Carry out an action; an error costs this action only."""
         try:
             self._do(action)
         except Exception as exc:  # a bug must not end the coordinator
@@ -210,7 +205,6 @@ class Server:
 
 
 def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
-    """Return a message and its sender."""
     sender = Sender(frames[0].bytes, *_credentials(frames[-1]))
     if num_parts != 2:
         return BadMessage(sender, f"message of {num_parts - 1} frames, wanted 1")
@@ -224,8 +218,7 @@ def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:
-    """Return uid and pid of the sender.  On ipc libzmq appends ``:uid:gid:pid``, as the
-    kernel recorded them at connect, to the frame's Peer-Address."""
+    """Return uid and pid of the sender, which libzmq appends to the frame's Peer-Address."""
     try:
         _, uid, _, pid = str(frame.get("Peer-Address")).rsplit(":", 3)
         return int(uid), int(pid)

@@ -32,8 +32,6 @@ _UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 class _Lock:
-    """The lock of the namespace, held until ``close``."""
-
     def __init__(self, run_dir: Path, namespace: str) -> None:
         """Raises AlreadyRunning, RunDirectoryError or OSError."""
         self._run_dir = run_dir
@@ -55,7 +53,6 @@ class _Lock:
         logfmt.write(Event.RESTORED, path=self._path)
 
     def close(self) -> None:
-        """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -65,11 +62,7 @@ class Service:
     """The only coordinator of a namespace.  One thread makes it, and one thread uses it then."""
 
     def __init__(self, run_dir: Path, namespace: str, wake_fd: int, bounds: Bounds) -> None:
-        """Take the lock and let engines connect.  Input on ``wake_fd`` only ends a wait.
-
-        Raises AlreadyRunning, RunDirectoryError, another KvshmError or OSError, leaving nothing
-        open.
-        """
+        """Take the lock and let engines connect; KvshmError or OSError leaves nothing open."""
         require_descriptors(DESCRIPTORS)
         self._run_dir = run_dir
         self._namespace = namespace
@@ -94,8 +87,7 @@ class Service:
         logfmt.write(Event.SERVING, pid=os.getpid(), **about)
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until ``stopping`` returns True.  Raises Exhausted, or another KvshmError when
-        engines cannot find the sockets any more."""
+        """Serve until ``stopping`` returns True.  Raises as Server.run does."""
         self._server.run(stopping)
 
     def close(self) -> None:
@@ -104,7 +96,7 @@ class Service:
         self._lock.close()
 
     def clean_up(self) -> None:
-        """After ``close``: remove files without an owner.  Raises KvshmError or OSError."""
+        """Remove files without an owner, after ``close``.  Raises KvshmError or OSError."""
         cleared = clear(self._run_dir, self._namespace)
         for removed in cleared.removed:
             logfmt.write(Event.REMOVED, name=removed)
@@ -113,13 +105,11 @@ class Service:
         logfmt.write(Event.ENDED, pid=os.getpid(), complaints=self._state.num_reports)
 
     def forget_in_child(self) -> None:
-        """In a forked child: close the inherited descriptors, so that lock, sockets and tables end
-        with the parent."""
+        """Close the inherited descriptors in a forked child."""
         self._tables.forget_in_child()
         _close_by_name(lock_path(self._run_dir, self._namespace), *self._endpoints)
 
     def _sweep_files(self) -> None:
-        """Remove the files of dead engines from the run directory."""
         left = left_by_engines(self._run_dir, self._namespace)
         for number, path in enumerate(left):
             with suppress(OSError):

@@ -16,11 +16,9 @@ from kvshm._shm.fds import FileId, file_at, remove_own
 from kvshm.errors import KvshmError, RunDirectoryError
 
 BACKLOG = 2
-"""Connections that may wait to be accepted: few, so that few come between two checks of the
-bounds."""
+"""Connections that may wait to be accepted between two checks of the bounds."""
 MAX_SUBSCRIPTION_BYTES = 1024
 _OWN_DESCRIPTORS = 16
-"""Descriptors of the sockets without any connection."""
 
 
 class _SocketName:
@@ -61,7 +59,6 @@ class _SocketName:
             )
 
     def remove(self) -> None:
-        """Remove the name unless another coordinator has taken it."""
         with suppress(OSError):
             remove_own(self._path, self._own)
 
@@ -97,7 +94,7 @@ class Sockets:
         self.poller.register(self.router, zmq.POLLIN)
 
     def close(self) -> None:
-        """Close all connections and remove the names.  Blocks until libzmq has freed everything."""
+        """Close the connections, remove the names; blocks until libzmq has freed everything."""
         for name in self._names:  # first: no connection may come while the monitors are emptied
             name.remove()
         self._empty_monitors()  # a full monitor would block libzmq's thread, and then this thread

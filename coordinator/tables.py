@@ -46,8 +46,6 @@ _SAME_DIRECTORY = "let both see one run directory, and run both as one user"
 
 @dataclass
 class _TableCheck:
-    """A table that was requested and has not arrived yet."""
-
     sender: Sender
     join: Join
     connection: socket.socket
@@ -63,9 +61,7 @@ class _Member:
 
     table: RosterSlotTable
     pid: int
-    """From SO_PEERCRED."""
     connection: socket.socket | None
-    """None once it has ended."""
     worker_death_reported: bool = False
     owner_death_reported: bool = False
 
@@ -76,7 +72,7 @@ class _Member:
 
 
 class Tables:
-    """One namespace's slot tables.  Used by one thread, except by the server of its own."""
+    """The slot tables, used by one thread except by their server's."""
 
     def __init__(self, run_dir: Path, namespace: str, clock: Callable[[], float]) -> None:
         self._run_dir = run_dir
@@ -92,7 +88,6 @@ class Tables:
         self._server = SegmentServer(path, self._find, max_kept=0)  # clients do not stay connected
 
     def close(self) -> None:
-        """Close all tables and connections.  Idempotent."""
         if self._server is not None:
             self._server.close()
         for epoch in [*self._members]:
@@ -101,14 +96,13 @@ class Tables:
             self._checks.pop(number).connection.close()
 
     def forget_in_child(self) -> None:
-        """In a forked child: close the inherited tables and connections, but for the server's."""
+        """Close the inherited tables and connections in a forked child."""
         for member in self._members.values():
             member.close()
         for check in self._checks.values():
             check.connection.close()
 
     def _find(self, wanted: Request) -> int:
-        """On the server's thread."""
         member = self._members.get(wanted.epoch)
         if member is None or wanted.kind != TABLE_KIND:
             raise SegmentNotFound(f"epoch {wanted.epoch:016x} is not in the roster")
@@ -197,7 +191,6 @@ class Tables:
         check.connection.send(Request(TABLE_KIND, epoch, writable=True).encode())
 
     def _finish(self, check: _TableCheck) -> Input:
-        """Take the table that has arrived."""
         engine, connection = check.join.engine, check.connection
         try:
             table = _receive(connection, engine)
@@ -218,13 +211,11 @@ class Tables:
     # -- after an end
 
     def release(self, epoch: int) -> None:
-        """Close an epoch's table."""
         member = self._members.pop(epoch, None)
         if member is not None:
             member.close()
 
     def sweep_bits(self, bits: int) -> None:
-        """Clear lease bits in every table."""
         for epoch, member in self._members.items():
             try:
                 swept = member.table.sweep(bits)
@@ -243,7 +234,6 @@ def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
 
 
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
-    """Say why a table could not be fetched."""
     if isinstance(exc, VersionMismatch):
         return refuse_version("layout", exc, engine.kvshm_version)
     if isinstance(exc, FileNotFoundError | ConnectionRefusedError | SegmentNotFound):
@@ -261,7 +251,6 @@ def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
 
 
 def _compare(table: RosterSlotTable, info: EngineInfo) -> Refusal | None:
-    """Return a refusal unless the table is as the engine's Join describes it."""
     if difference := differs(table, info):
         return Refusal(difference, "restart the engine; if it says so again, report a bug")
     return None

@@ -19,7 +19,7 @@ _log = logger(__name__)
 _log_limit = LogLimit()
 
 PART_BYTES = 4 << 20
-"""Bytes copied between two calls of ``keep_going``: about a millisecond."""
+"""Bytes between two calls of ``keep_going``: about a millisecond."""
 
 StridedRun = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
@@ -34,12 +34,10 @@ class CopyPlan:
     target: list[StridedRun]
     target_blocks: Sequence[BlockId]
     keep: tuple[object, ...]
-    """The owners of the memory behind the addresses, kept as long as the plan."""
+    """Owners of the memory, kept as long as the plan."""
 
 
 class BlockCopy:
-    """A copy queued on a Copier (kvshm.interfaces.Copy)."""
-
     def __init__(self, plan: CopyPlan) -> None:
         self._plan: CopyPlan | None = plan
         self._lock = threading.Lock()  # the thread that takes the plan runs the copy
@@ -98,8 +96,7 @@ class Copier(JobThread):
         self._waiting: set[BlockCopy] = set()
 
     def copy_now(self, plan: CopyPlan, keep_going: Callable[[], bool]) -> BlockCopy:
-        """Copy on the calling thread, past the queue, while ``keep_going()``: the copy thread would
-        take half as long again.  TransportError once closed."""
+        """Copy on the calling thread while ``keep_going()``.  TransportError once closed."""
         copy = BlockCopy(plan)
         with self._lock:
             self._check_open()

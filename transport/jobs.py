@@ -16,11 +16,9 @@ _log = logger(__name__)
 
 
 class JobThread:
-    """Runs jobs one after the other, in the order given.  The thread starts with the first job and
-    ends with ``close``.  Any thread may submit."""
+    """Runs jobs of any thread in order, from the first job to ``close``."""
 
     def __init__(self, name: str, enter: Callable[[], None] | None = None) -> None:
-        """``enter``: the first thing that the thread does."""
         self._name = name
         self._enter = enter
         self._log_limit = LogLimit()

@@ -60,7 +60,7 @@ class TransportLine(LogLine):
         "no batched copies: %s",
         "nothing: this driver copies blocks by the kernel instead",
     )
-    OWNER_NOT_TOLD = (
+    OWNER_NOT_NOTIFIED = (
         DEBUG,
         "the owner of the memory does not hear that it is mapped: %s",
         "nothing: the other engine's socket could not be reached; when it goes to sleep it does "

@@ -20,8 +20,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
 
 
 def _seal(fd: int) -> None:
-    """Fix the size for good (a peer's mapping cannot be shortened: no SIGBUS) and, if the kernel
-    can, refuse further writable mappings."""
+    """Fix the size for good, so that no mapping gets SIGBUS, and refuse writable mappings."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
@@ -33,7 +32,6 @@ class KVMemory:
     (``torch.frombuffer``) keeps the mapping alive; ``close`` only ends the sharing."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map ``fd`` and take it over."""
         self._mapping = mmap.mmap(fd, nbytes)
         self._fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)  # once
@@ -63,7 +61,6 @@ class KVMemory:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole memory, writable."""
         return memoryview(self._mapping)
 
     @property

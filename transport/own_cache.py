@@ -1,5 +1,3 @@
-"""A rank's own KV cache, as every transport keeps it."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,8 +20,7 @@ class OwnCache:
     def __init__(
         self, sizes: Sequence[int], regions: Sequence[Region], rank: int, fault: str | None
     ) -> None:
-        """``sizes``: bytes of each memory.  Raises TransportError if the regions do not fit the
-        memory, or for an unknown fault."""
+        """``sizes``: bytes of each memory.  Raises TransportError if regions or fault are wrong."""
         check_fault(fault)
         check_bounds(regions, sizes)
         self.regions = list(regions)
@@ -31,11 +28,9 @@ class OwnCache:
         self.fault = fault
         self.num_blocks = count_blocks(regions)
         self.epoch = Epoch(0)
-        """The epoch that is exported."""
         self.closed = False
 
     def check_open(self) -> None:
-        """Raise TransportError once the transport is closed."""
         if self.closed:
             raise TransportError("the transport is closed")
 

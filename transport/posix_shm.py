@@ -49,7 +49,6 @@ class ShmDetails(msgspec.Struct, frozen=True):
     """``MemoryDescriptor.details`` of this transport."""
 
     socket: str
-    """Its name in the run directory."""
 
 
 def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRun]:
@@ -178,7 +177,6 @@ class PosixShmTransport(OwnCache):
     name = "posix_shm"
     devices = ("cpu",)
     late_writers = True
-    """Without effect here: on a CPU, the model's launched work has ended."""
     allocate = staticmethod(KVMemory.create)
 
     def __init__(

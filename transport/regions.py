@@ -1,8 +1,4 @@
-"""Region lists: the checks and the iteration over blocks that all transports have in common.
-
-A region list comes from another process: before memory is mapped or copied according to the list,
-it must fit the peer's memory and the own cache.
-"""
+"""Checks of region lists, which come from other processes, and iteration over their blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ def check_layouts(own: Sequence[Region], peer: Sequence[Region]) -> None:
 
 
 def count_blocks(regions: Sequence[Region]) -> int:
-    """Number of block ids that exist in every region."""
     return min(region.num_blocks for region in regions)
 
 

@@ -70,8 +70,7 @@ class CudaAttachment:
             raise
 
     def _drop_user(self) -> None:
-        """One user less.  After the last one nothing here reads the memory, and the closing thread
-        unmaps it."""
+        """Have the closing thread unmap the memory after its last user."""
         with self._lock:
             self._users -= 1
             if self._users:

@@ -13,9 +13,8 @@ from .driver import CudaError
 
 _BATCH = "cuMemcpyBatchAsync"
 _CUDA_12_8 = 12080
-"""Asks newer drivers, too, for the signature that the call had in this version of CUDA."""
+"""The version of CUDA whose signature of the call is wanted, from newer drivers too."""
 _BatchEntry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)
-"""The call in that version: it returns a code and takes nine words, addresses and numbers."""
 
 
 def call(function: Any, *arguments: Any) -> Any:

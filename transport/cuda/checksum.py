@@ -1,8 +1,4 @@
-"""Checksums of blocks in GPU memory, for KVSHM_VERIFY.
-
-The bytes are copied to the host and hashed there with xxh3, as the CPU transport does: a copy over
-the bus is acceptable for a setting that is meant for tests.
-"""
+"""Checksums of blocks in GPU memory by a copy to the host, for KVSHM_VERIFY only."""
 
 from __future__ import annotations
 
@@ -35,9 +31,9 @@ def block_checksums(
     found: list[int] = []
     try:
         driver.wait(stream, compute)
-        for begin in range(0, len(blocks), batch):
+        for first in range(0, len(blocks), batch):
             filled = 0
-            for block in blocks[begin : begin + batch]:
+            for block in blocks[first : first + batch]:
                 for handle, start, end in spans(regions, block):
                     source, target = addresses[handle] + start, host.address + filled
                     driver.copy(target, source, end - start, stream)

@@ -35,10 +35,8 @@ PROGRAMS_EACH = 2
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
-"""Offset of the ids in a copy's memory; its stop word stands before them."""
 _PREPARED = 3
 _PREPARED_PAIRS = 8192
-"""Copies that may be under way at a time, and pairs of each, before a copy has to allocate."""
 
 
 def copy_each(
@@ -48,7 +46,6 @@ def copy_each(
     target: Sequence[BlockId],
     stream: Stream,
 ) -> None:
-    """Enqueue a copy for each fragment."""
     for row in table.rows:
         for here, there in zip(source, target, strict=True):
             read = row.source + here * row.source_stride
@@ -57,8 +54,6 @@ def copy_each(
 
 
 class _CopyBuffers:
-    """The resources of one copy: its event, its stop word and its block ids."""
-
     def __init__(self, driver: Driver, pairs: int) -> None:
         self.pairs = pairs
         with ExitStack() as undone:
@@ -67,7 +62,6 @@ class _CopyBuffers:
             self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
             undone.callback(driver.host_free, self.host)
             self.device = driver.allocate(_IDS_AT + 2 * pairs * ID_BYTES)
-            """The same as ``host``, from the moment when the copy begins on the GPU."""
             undone.pop_all()
 
     def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
@@ -85,7 +79,6 @@ class _CopyBuffers:
         return bool(self.host.view[0])
 
     def free(self, driver: Driver) -> None:
-        """Each of them, even if another one cannot be freed."""
         with ExitStack() as parts:
             parts.callback(driver.host_free, self.host)
             parts.callback(driver.free, self.device)
@@ -96,7 +89,6 @@ class LaunchedWork:
     """What a stream had been given when this was made.  Any thread."""
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
-        """Raises CudaError."""
         self.event = driver.new_event()
         # At the end of this object; not at the interpreter's end, which needs no order.
         weakref.finalize(self, _free_event, driver, self.event).atexit = False
@@ -136,11 +128,10 @@ class CudaCopy:
 
 
 class CopyStream:
-    """The copy stream of one cache.  Any thread.  Waits for the GPU with its lock held only where a
-    copy could not be begun."""
+    """The copy stream of one cache, for any thread."""
 
     def __init__(self, driver: Driver, compute: Stream, programs: int = 0) -> None:
-        """``programs`` of the kernel; 0: as many as the GPU is meant to have."""
+        """``programs``: of the kernel, 0: the default for the GPU."""
         self._driver = driver
         self.compute = compute
         """The model's stream; the owner changes it when the model runs on another one."""
@@ -212,8 +203,7 @@ class CopyStream:
             self._driver.wait_event(self.stream, after.event)
 
     def _end_begun(self, buffers: _CopyBuffers) -> None:
-        """A copy could not be begun: wait for the part of it that was enqueued, since the caller
-        gives its blocks away."""
+        """Wait for what was enqueued of a copy that failed: the caller gives its blocks away."""
         buffers.stop()
         with suppress(CudaError):  # after which nothing runs here any more, and no buffers are used
             self._driver.synchronize(self.stream)
@@ -248,7 +238,6 @@ class CopyStream:
         return _CopyBuffers(self._driver, max(_PREPARED_PAIRS, 1 << (pairs - 1).bit_length()))
 
     def finish_ended(self) -> None:
-        """Set the state of the copies that have ended, and call their ``ended``."""
         with self._lock:
             ended = [copy for copy in self._pending if self._finish(copy)]
             self._pending = [copy for copy in self._pending if copy.state is CopyState.PENDING]
@@ -292,7 +281,7 @@ class CopyStream:
         call()
 
     def cancel(self, copy: CudaCopy) -> None:
-        """A copy that has not begun on the GPU will copy nothing; one that has continues."""
+        """Let a copy that has not begun on the GPU copy nothing."""
         self.finish_ended()
         with self._lock:
             if copy.state is CopyState.PENDING:

@@ -98,7 +98,6 @@ class Driver(Protocol):
     process: str
     """A unique name of this process."""
     multiprocessors: int
-    """How many the device has."""
 
     def enter_thread(self) -> None:
         """Make the device's context current on the calling thread, for good: for threads of

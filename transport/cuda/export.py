@@ -34,7 +34,7 @@ HANDLE_BYTES = 64
 PROBE_BYTES = 4096
 PROBE_EPOCH_BYTES = 8
 _PROBE_ALLOCATION = 2 << 20
-"""Large enough for an allocation of its own: a smaller one shares its handle with other memory."""
+"""Enough for an allocation, and so a handle, of its own."""
 IPC, FD, FABRIC = "ipc", "fd", "fabric"
 
 REMEDY = (
@@ -46,8 +46,6 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory on the GPU, as seen by the process that owns it."""
-
     address: int
     nbytes: int
     owner: Any = None

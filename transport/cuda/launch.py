@@ -1,8 +1,4 @@
-"""Launches the copy kernel through the driver, on any stream, by one call.
-
-triton only compiles the kernel: triton's launcher decides at every call how to specialise the
-kernel for the arguments, and launches on torch's current stream only.
-"""
+"""Launches the copy kernel, which triton only compiles, on any stream by one call."""
 
 from __future__ import annotations
 
@@ -44,9 +40,9 @@ class Launcher:
         self._functions: dict[int, int] = {}
         self._modules: list[Any] = []
         self._parameters = _Parameters()
-        begin = ctypes.addressof(self._parameters)
+        first = ctypes.addressof(self._parameters)
         offsets = [getattr(_Parameters, name).offset for name, *_ in _Parameters._fields_]
-        self._addresses = (ctypes.c_void_p * len(offsets))(*(begin + o for o in offsets))
+        self._addresses = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
         self._pointer = ctypes.addressof(self._addresses)
 
     def prepare(self, word: int) -> None:

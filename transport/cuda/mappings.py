@@ -36,8 +36,6 @@ class _Key(NamedTuple):
 
 @dataclass
 class PeerMapping:
-    """One allocation of a peer, mapped into this process."""
-
     address: int
     unmap: Callable[[], None] = field(repr=False)
     key: _Key
@@ -49,12 +47,10 @@ class PeerMappings:
     threads that want the same memory."""
 
     def __init__(self, driver: Driver, own_socket: str) -> None:
-        """``own_socket``: peers' sockets lie in the same directory."""
         self._driver = driver
         self._own_socket = own_socket
         self._open: dict[_Key, PeerMapping] = {}
         self._changing: set[_Key] = set()
-        """Memories that are being opened or closed."""
         self._changed = threading.Condition()
 
     def __len__(self) -> int:

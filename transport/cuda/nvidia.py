@@ -1,10 +1,4 @@
-"""The real driver calls (driver.Driver), through cuda-bindings and torch.
-
-Imported only to make a CUDA transport.  Uses the driver API, not the runtime API: its features
-depend on the driver alone, and its errors do not stay pending until torch reports them.  torch
-provides two things: the stream on which a thread computes, and arithmetic on long lists of
-addresses.
-"""
+"""The real calls, by the driver API: its errors do not stay pending until torch reports them."""
 
 from __future__ import annotations
 
@@ -44,7 +38,6 @@ _BLOCKING_WITHOUT_TIMING = 3
 _NON_BLOCKING = 1
 _SHARED_STEP = 2 << 20
 _POOL_KEEPS_BYTES = 8 << 20
-"""What an unused pool keeps: more than the tables and ids of copies take."""
 _INVALID_CONTEXT = cu.CUresult.CUDA_ERROR_INVALID_CONTEXT.name
 _EQUAL_PIDS = (
     "CUDA says so where the exporter has the importer's PID ({}) in another PID namespace; give "
@@ -101,7 +94,6 @@ class NvidiaDriver:
             _call(cu.cuCtxPopCurrent)
 
     def _call_in_context(self, function: Any, *arguments: Any) -> Any:
-        """Call the driver in this GPU's context."""
         if int(_call(cu.cuCtxGetCurrent)) == self._context_number:  # the common case, and cheap
             return _call(function, *arguments)
         with self._pushed(self._context):
@@ -373,7 +365,6 @@ def _check_bindings(version: str) -> None:
 
 
 def _call_quietly(function: Any, *arguments: Any) -> None:
-    """Undo a call after another one failed: that error is the one to report."""
     with suppress(CudaError):
         _call(function, *arguments)
 
@@ -381,7 +372,6 @@ def _call_quietly(function: Any, *arguments: Any) -> None:
 def _fragments(
     table: RegionTable, sources: memoryview, targets: memoryview
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Source addresses, target addresses and sizes in bytes of all fragments."""
     rows = torch.tensor(table.rows, dtype=torch.int64)
     source = torch.frombuffer(sources, dtype=torch.int64)
     target = torch.frombuffer(targets, dtype=torch.int64)

@@ -14,12 +14,9 @@ from .vmm import MemoryServer
 
 
 class OwnExport:
-    """The export of one transport.  One call at a time."""
-
     def __init__(
         self, driver: Driver, memory: Sequence[DeviceMemory], socket_path: str, stream: Stream
     ) -> None:
-        """``stream``: on which the probe is written."""
         self._driver = driver
         self._memory = memory
         self._socket_path = socket_path

@@ -42,7 +42,6 @@ class Prober:
             raise
 
     def prepare(self) -> None:
-        """See CopyStream: what reading a probe needs."""
         self._copies.prepare(RegionTable((RegionRow(0, 0, 0, 0, PROBE_BYTES),), 0))
         self._copies.prepare_buffers(1)
 

@@ -49,7 +49,6 @@ class CudaIpcTransport(OwnCache):
     name = "cuda_ipc"
     devices = ("cuda",)
     settings = ("staging",)
-    """Of Config, for the constructor (SupportsSettings)."""
     late_writers = True
     adopt = staticmethod(DeviceMemory)
 
@@ -129,7 +128,6 @@ class CudaIpcTransport(OwnCache):
             return self._export.withdraw()
 
     def _hide(self) -> None:
-        """Let peers in this process find the export no more."""
         if (details := self._export.details) is not None:
             _exports.pop(details.export_id, None)
 
@@ -179,7 +177,6 @@ class CudaIpcTransport(OwnCache):
         )
 
     def _path(self, device: str, route: Route) -> CopyPath:
-        """The way that copies take, for people to see."""
         if route is Route.STAGED:
             return CopyPath.STAGED
         if device == self.driver.uuid:
@@ -203,8 +200,7 @@ class CudaIpcTransport(OwnCache):
         return addresses, None
 
     def _memories_in_process(self, details: CudaDetails) -> tuple[list[int], object]:
-        """Addresses and keeper of the memories of a peer in this process, which cannot open its own
-        handles."""
+        """As ``_open_memories``, of a peer in this process, which cannot open its own handles."""
         peer = _exports.get(details.export_id)
         if peer is None or (probe := peer._export.probe) is None:
             raise TransportError("the peer, in this process, has closed its transport")
@@ -232,7 +228,6 @@ class CudaIpcTransport(OwnCache):
         return table
 
     def _zero_memory(self) -> int:
-        """Address of zeroed device memory that is as long as the longest block of a region."""
         if not self._zeros:
             nbytes = max(region.block_bytes for region in self.regions)
             self._zeros = self.driver.allocate(nbytes)
@@ -257,7 +252,6 @@ class CudaIpcTransport(OwnCache):
     # -- both
 
     def enter_thread(self) -> None:
-        """See SupportsThreads: the thread's calls cost less then."""
         self.driver.enter_thread()
 
     def note_launched(self) -> LaunchedWork | None:
@@ -288,7 +282,7 @@ class CudaIpcTransport(OwnCache):
         self._free_memory()
 
     def _free_memory(self) -> None:
-        """Each part, even if another one cannot be freed: a GPU that failed refuses all of them."""
+        """Free each part, even if another one cannot be freed."""
         try:
             with ExitStack() as parts:
                 parts.callback(self._prober.close)
@@ -301,7 +295,6 @@ class CudaIpcTransport(OwnCache):
 
 
 _exports: weakref.WeakValueDictionary[int, CudaIpcTransport] = weakref.WeakValueDictionary()
-"""The exports of this process by export_id, for peers in the same process."""
 
 
 def current_driver() -> Driver:

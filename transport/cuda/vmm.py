@@ -32,8 +32,6 @@ _log = logger(__name__)
 
 
 class MemoryServer(DescriptorServer):
-    """Hands out descriptors of one exporter's memories."""
-
     def __init__(self, driver: Driver, path: str, addresses: Sequence[int]) -> None:
         """``addresses``: of the memories, by number; 0 for one whose handle peers have already.
         Raises TransportError."""
@@ -69,7 +67,7 @@ def hold_memory(path: str, export_id: int, memory: int) -> socket.socket | None:
     try:
         fds, connection = ask(path, _request(export_id, memory), MEMORY_SECONDS)
     except TransportError as exc:
-        _log.line(TransportLine.OWNER_NOT_TOLD, exc)
+        _log.line(TransportLine.OWNER_NOT_NOTIFIED, exc)
         return None
     close_all(fds)
     return connection
