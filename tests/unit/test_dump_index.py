@@ -316,7 +316,7 @@ def test_a_run_directory_that_cannot_be_one_is_status_2_with_a_sentence(place, c
     assert place in line
 
 
-FILE = Path(dump_index.__file__).parents[2] / "tools" / "dump_index.py"
+FILE = Path(kvshm.__file__).parent / "tools" / "dump_index.py"
 WITHOUT = (
     "import sys, runpy; "
     "sys.modules.update(dict.fromkeys(['torch', 'vllm', 'zmq', 'numpy'])); "
