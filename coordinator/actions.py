@@ -80,8 +80,6 @@ Input = EngineMessage | BadMessage | CheckResult | ProcessDeath | TableUnused | 
 
 
 class SendReply(NamedTuple):
-    """Answer one engine."""
-
     route: bytes
     message: Reply
 
@@ -102,14 +100,10 @@ class CheckTable(NamedTuple):
 
 
 class ReleaseTable(NamedTuple):
-    """Close an epoch's slot table."""
-
     epoch: int
 
 
 class SweepBits(NamedTuple):
-    """Clear these lease bits in every slot table."""
-
     bits: int
 
 
@@ -118,8 +112,6 @@ class SweepFiles(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Write one line."""
-
     event: Event
     fields: dict[str, object]
 

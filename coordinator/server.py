@@ -1,5 +1,4 @@
-"""The shell: sockets and the clock.  It gives ``decide`` the inputs and carries out the actions
-that ``decide`` returns."""
+"""The shell around ``decide``: sockets, the clock, and the actions to carry out."""
 
 from __future__ import annotations
 

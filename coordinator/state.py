@@ -166,8 +166,7 @@ def _end_by_death(state: State, info: EngineInfo, died: ProcessDeath) -> list[Ac
 
 
 def _on_leave_after_end(state: State, sender: Sender, epoch: int) -> list[Action]:
-    """The epoch has ended already.  If it ended with a worker, this Leave shows that the worker did
-    not crash."""
+    """If the epoch ended with a worker, this Leave shows that the worker did not crash."""
     engine, _ = state.ended_by_worker.get(epoch, (None, 0.0))
     if engine is None or (sender.uid, sender.pid) != (state.uid, engine.pid):
         return []

@@ -103,6 +103,7 @@ class Tables:
             check.connection.close()
 
     def _find(self, wanted: Request) -> int:
+        """On the server's thread."""
         member = self._members.get(wanted.epoch)
         if member is None or wanted.kind != TABLE_KIND:
             raise SegmentNotFound(f"epoch {wanted.epoch:016x} is not in the roster")

@@ -86,7 +86,7 @@ class _CopyBuffers:
 
 
 class LaunchedWork:
-    """What a stream had been given when this was made.  Any thread."""
+    """What a stream had been given when this was made, which raises CudaError.  Any thread."""
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
         self.event = driver.new_event()
@@ -128,7 +128,8 @@ class CudaCopy:
 
 
 class CopyStream:
-    """The copy stream of one cache, for any thread."""
+    """The copy stream of one cache.  Any thread.  Waits for the GPU with its lock held only where a
+    copy could not be begun."""
 
     def __init__(self, driver: Driver, compute: Stream, programs: int = 0) -> None:
         """``programs``: of the kernel, 0: the default for the GPU."""
