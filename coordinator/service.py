@@ -14,7 +14,7 @@ from kvshm._base.forks import guard_forks
 from kvshm._base.resources import require_descriptors
 from kvshm._base.rundir import command_endpoint, event_endpoint, lock_path
 from kvshm._node.leftovers import clear, left_by_engines, take_namespace
-from kvshm._node.locks import cleanup_lock, has_name, take_lock
+from kvshm._node.locks import cleanup_lock, has_name, release_lock, take_lock
 from kvshm.version import __version__
 
 from . import logfmt
@@ -55,7 +55,7 @@ class _Lock:
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            release_lock(fd)
 
 
 class Service:

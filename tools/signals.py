@@ -19,10 +19,11 @@ def ending_signals() -> Iterator[socket.socket]:
         wake.setblocking(False)
         descriptor = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         numbers = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
         try:
             yield heard
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in numbers:  # another one would decide the exit status
+                signal.signal(number, signal.SIG_IGN)
             signal.set_wakeup_fd(descriptor)

@@ -22,7 +22,7 @@ from kvshm._base.rundir import (
 from kvshm._shm.fds import is_served
 from kvshm.errors import AlreadyRunning
 
-from .locks import CLEANUP_SECONDS, cleanup_lock, take_lock
+from .locks import CLEANUP_SECONDS, cleanup_lock, release_lock, take_lock
 
 
 def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
@@ -78,7 +78,7 @@ def clear(
             if not kept:
                 lock.unlink(missing_ok=True)
         finally:
-            os.close(fd)
+            release_lock(fd)
     return found
 
 

@@ -47,6 +47,15 @@ def take_lock(path: Path) -> int:
         os.close(fd)  # the last holder removed the file after it was opened here
 
 
+def release_lock(fd: int) -> None:
+    """Release the lock and close its descriptor.  Closing alone would leave it to a child that has
+    just been forked, until that child has closed its copy."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[bool]:
     """Hold the run directory's lock, under which one process cleans up, and no coordinator takes
@@ -64,7 +73,7 @@ def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[b
             time.sleep(_PAUSE_SECONDS)
         yield held
     finally:
-        os.close(fd)
+        release_lock(fd)
 
 
 def _lock(fd: int, path: Path) -> bool:

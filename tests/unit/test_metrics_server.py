@@ -54,10 +54,13 @@ def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
                     time.sleep(0.001)
                 signal_without_interrupting()
 
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         thread = threading.Thread(target=client)
         thread.start()
         server.serve()
         thread.join()
+        for number, handler in handlers.items():
+            assert signal.signal(number, handler) == signal.SIG_IGN, "a second one changes nothing"
         for failure in failures:
             raise failure
         first, *rest = capsys.readouterr().err.splitlines(keepends=True)
@@ -259,8 +262,11 @@ async def _or_nothing(port: int) -> bytes:
 def test_ipv6(serving: Callable[..., str]) -> None:
     async def work(port: int) -> None:
         assert LINE in await get(port, host="::1")
+        with pytest.raises(ConnectionRefusedError):
+            await get(port, host="127.0.0.1")
 
     assert serving(work, host="::1") == ""
+    assert serving(work, host="::") == ""
 
 
 def test_clients_that_wait_for_others_scrapes_do_not_keep_it_from_its_end(

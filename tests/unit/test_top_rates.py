@@ -235,6 +235,8 @@ def test_faults_are_those_of_now_and_then_recorded_ones_the_newest_first() -> No
         ("log", ("dp1", "dp2"), 5, 5.0),
         ("log", ("dp1",), 1, 90.0),
     ]
+    codes = [fault.code for fault in view_of(None, now).faults]
+    assert codes == ["no-coordinator", "ended", "", "other", "other"]
     texts = [fault.text for fault in view_of(None, now).faults]
     assert texts[0] == "namespace n: no coordinator runs: engines hear of no new engine"
     assert texts[1] == "its process has ended"

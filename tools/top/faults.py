@@ -21,6 +21,8 @@ class Fault:
     times: int = 1
     age_seconds: float | None = None
     """Since it was last recorded; None: it is so now."""
+    code: str = ""
+    """Of the reason or the recorded error; empty if it has none."""
 
 
 def find_faults(
@@ -34,7 +36,7 @@ def find_faults(
         *_of_paths(copies),
     ]
     logged = [
-        Fault("log", (each.engine.label,), error.text, error.times, _age(error, health))
+        Fault("log", (each.engine.label,), error.text, error.times, _age(error, health), error.code)
         for each in shown
         for error in each.engine.errors
     ]
@@ -42,32 +44,34 @@ def find_faults(
 
 
 def fold(faults: Sequence[Fault]) -> Iterator[Fault]:
-    same: dict[tuple[str, str], list[Fault]] = {}
+    same: dict[tuple[str, str, str], list[Fault]] = {}
     for fault in faults:
-        same.setdefault((fault.kind, fault.text), []).append(fault)
-    for (kind, text), group in same.items():
+        same.setdefault((fault.kind, fault.text, fault.code), []).append(fault)
+    for (kind, text, code), group in same.items():
         engines = tuple(dict.fromkeys(label for fault in group for label in fault.engines))
         ages = [fault.age_seconds for fault in group if fault.age_seconds is not None]
         times = sum(fault.times for fault in group)
-        yield Fault(kind, engines, text, times, min(ages, default=None))
+        yield Fault(kind, engines, text, times, min(ages, default=None), code)
 
 
 def _of_namespaces(health: NodeHealth) -> Iterator[Fault]:
     for space in health.namespaces:
         reading, coordinator = space.reading, space.coordinator
         if coordinator.state is not State.HEALTHY:
-            yield Fault("state", (), f"namespace {reading.name}: {coordinator.text}")
+            text, reason = f"namespace {reading.name}: {coordinator.text}", coordinator.reason
+            yield Fault("state", (), text, code=reason.code if reason else "")
         for epoch, reason in space.unknown.items():
-            yield Fault("state", (reading.label_of(epoch),), reason.text)
+            yield Fault("state", (reading.label_of(epoch),), reason.text, code=reason.code)
         for declined in space.declined:
             if declined.state is not State.HEALTHY:
-                yield Fault("declined", (declined.record.engine,), declined.reason.text)
+                engines, (code, text) = (declined.record.engine,), declined.reason
+                yield Fault("declined", engines, text, code=code)
 
 
 def _of_states(shown: Sequence[EngineHealth]) -> Iterator[Fault]:
     for each in shown:
-        for text in each.texts if each.state is not State.HEALTHY else ():
-            yield Fault("state", (each.engine.label,), text)
+        for code, text in each.reasons if each.state is not State.HEALTHY else ():
+            yield Fault("state", (each.engine.label,), text, code=code)
 
 
 def _of_loners(health: NodeHealth, shown: Sequence[EngineHealth]) -> Iterator[Fault]:
@@ -80,7 +84,7 @@ def _of_loners(health: NodeHealth, shown: Sequence[EngineHealth]) -> Iterator[Fa
         has_reason = any(reason.code is Code.ALONE for reason in each.reasons)
         if alone and each.live and not has_reason and together[engine.namespace] > 1:
             text = "shares with no engine: no other engine here has its fingerprint"
-            yield Fault("alone", (engine.label,), text)
+            yield Fault("alone", (engine.label,), text, code=Code.ALONE)
 
 
 def _of_paths(copies: Sequence[Copies]) -> Iterator[Fault]:

@@ -131,8 +131,9 @@ class AtOnce:
         is withheld, and there is nothing to do."""
         if import_.withheld is None:
             return
-        request = self._scheduler.requests.get(import_.request_id)
-        if request is not None and not request.is_finished():
+        request = import_.request
+        is_there = self._scheduler.requests.get(import_.request_id) is request
+        if is_there and not request.is_finished():  # its id may be another's meanwhile
             # Set first, so that vLLM delivers no token whatever happens below.
             request.drop_stale_output = True
             if request.status.name == "RUNNING":  # otherwise preempted meanwhile
