@@ -21,7 +21,7 @@ from kvshm._base.rundir import (
     tables_socket,
 )
 from kvshm._node.leftovers import clear, left_by_engines
-from kvshm._node.locks import take_lock
+from kvshm._node.locks import release_lock, take_lock
 from kvshm._shm.fds import is_served
 from kvshm.errors import RunDirectoryError
 
@@ -131,3 +131,14 @@ def test_a_socket_is_served_until_its_server_ends(served: ServedNode) -> None:
     engine.crash()
     assert engine.path.is_socket()
     assert not is_served(engine.path)
+
+
+def test_a_released_lock_is_free_also_while_a_forked_child_has_its_descriptor(
+    served: ServedNode,
+) -> None:
+    path = lock_path(served.run_dir, "another")
+    fd = take_lock(path)
+    of_child = os.dup(fd)  # the same open file, as after a fork
+    release_lock(fd)
+    os.close(take_lock(path))
+    os.close(of_child)

@@ -374,3 +374,24 @@ def test_a_load_shows_nothing_of_what_its_blocks_hold_by_then(
     node.run()
     assert e.ready() == set(e.blocks_of("r")[:3])
     node.check()
+
+
+def test_a_load_that_fails_leaves_another_request_of_its_id_alone(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request it was for has been aborted, and its id given to another one."""
+    e = engine(asynchronous=True)
+    node = Node(e, random.Random(1), failing=0.0)
+    found(node, monkeypatch)
+    e.add("r", prompt(3), max_tokens=9)
+    node.schedule()
+    sent, _ = node.steps.popleft()
+    (load,) = sent.metadata.at_once
+    e.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: False)
+    other = e.add("r", prompt(2, first=500), max_tokens=9)
+    node.schedule()
+    report = RankReport(sent.metadata.step, loads=[LoadReport(load.load_id, load.targets)])
+    e.answer(sent, KVConnectorOutput(kv_connector_worker_meta=report))
+    assert (other.status, other.num_preemptions) == (RequestStatus.RUNNING, 0)
+    assert not other.drop_stale_output
