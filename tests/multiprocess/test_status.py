@@ -206,7 +206,7 @@ def test_nothing_is_down_and_a_probe_of_nothing_fails(node: Node) -> None:
         (("--probe", "coordinator"), 1, "there is no coordinator"),
         (("--here", "--probe", "live"), 1, "there is no engine"),
         (("--here", "--probe", "serving"), 0, ""),
-        (("--loop-seconds", "0"), 2, "invalid"),
+        (("--loop-seconds", "0"), 2, "'0' is not a number of more than 0"),
     ):
         command = [sys.executable, "-m", "kvshm.tools.cli", "status", *arguments, *place]
         done = subprocess.run(command, capture_output=True, text=True)
