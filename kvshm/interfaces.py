@@ -1,8 +1,10 @@
 """What a transport is: the one interface between kvshm and the memory that holds KV blocks.
 
-A transport lives in a worker rank's process.  It exports the regions of that rank's own KV cache,
-opens those of the same rank of a peer engine, and copies blocks from the peer's into its own.
-Implementations register under the entry-point group ``kvshm.transports``.
+A transport lives in a worker rank's process.  It exports the regions of that rank's own KV
+cache, opens the regions of the same rank of a peer engine, and copies blocks from the
+peer's into its own.  Implementations register under the entry-point group
+``kvshm.transports`` and are opened by name, so an engine without CUDA never imports it.  The
+setting KVSHM_TRANSPORT chooses one; a package of anybody's may offer more.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .errors import ConfigError, KvshmError, TransportError
 ENTRY_POINT_GROUP = "kvshm.transports"
 AUTO_TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
 """What KVSHM_TRANSPORT=auto means, by the type of the device that holds the KV cache: a transport
-of kvshm's own, so that engines with ``auto`` agree."""
+of kvshm's own, whatever else is installed, so that engines with ``auto`` agree."""
 MAX_REGIONS = 4096
 """Regions of one rank: far more than any model has layers; bounds the work of peers."""
 MAX_DETAILS_BYTES = 1 << 16
@@ -35,8 +37,10 @@ MAX_DETAILS_BYTES = 1 << 16
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """One strided run of blocks: block ``i`` is ``[offset + i * stride, ... + block_bytes)``.
 
-    A KV cache is a list of regions; two caches exchange blocks only if their lists agree in length
-    and in every ``block_bytes``; strides, offsets and ``num_blocks`` may differ.
+    ``offset`` counts bytes from the start of memory ``handle`` (0 unless a cache lies in
+    several allocations).  A KV cache is a list of regions; two caches exchange blocks only
+    if their lists agree in length and in every ``block_bytes``; strides, offsets and
+    ``num_blocks`` may differ.
     """
 
     offset: int
@@ -52,8 +56,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer rank reaches one rank's KV memory: sent in the roster as msgpack.  Only the
-    transport packs and unpacks ``details`` (a socket's name, IPC handles, a device UUID)."""
+    """How a peer rank reaches one rank's KV memory: sent in the roster as msgpack.
+
+    Only the transport packs and unpacks ``details`` (a socket's name, IPC handles, a device UUID):
+    no other code has to parse this data of another process.
+    """
 
     transport: str
     epoch: int
@@ -71,7 +78,8 @@ _D = TypeVar("_D", bound=msgspec.Struct)
 
 
 def unpack_details(descriptor: MemoryDescriptor, transport: str, kind: type[_D]) -> _D:
-    """Unpack the ``details`` of ``transport`` (msgpack) as ``kind``.  Raises TransportError."""
+    """Unpack the ``details`` of ``transport`` (msgpack) as ``kind``.  Raises TransportError if the
+    memory is another transport's, or the details cannot be decoded."""
     if descriptor.transport != transport:
         raise TransportError(f"no {transport} memory: {descriptor.transport}")
     try:
@@ -281,7 +289,8 @@ class SupportsPath(Protocol):
 
 
 def load_transport(name: str) -> TransportClass:
-    """Return the class of transport ``name``; imports its module.  Raises TransportError."""
+    """Return the class of transport ``name``; imports its module and what that needs.  Raises
+    TransportError if no installed package offers that transport, or it cannot be imported."""
     if (entry := _entry(name)) is None:
         raise TransportError(f"no transport {name!r} is installed (installed: {_installed()})")
     try:
@@ -291,8 +300,9 @@ def load_transport(name: str) -> TransportClass:
 
 
 def check_installed(wanted: str, called: str = "KVSHM_TRANSPORT") -> None:
-    """Raise ConfigError if the setting ``called`` is ``wanted``, and no installed package offers
-    that transport.  Imports none.  Raises TransportError without descriptors."""
+    """Raise ConfigError if the setting KVSHM_TRANSPORT is ``wanted``, and no installed package
+    offers that transport; ``called``: what the message calls the setting.  Imports no transport.
+    Raises TransportError without descriptors."""
     if wanted != Auto.AUTO and _entry(wanted) is None:
         raise ConfigError(
             f"{called}={wanted!r} is not an installed transport (installed: "
@@ -302,9 +312,12 @@ def check_installed(wanted: str, called: str = "KVSHM_TRANSPORT") -> None:
 
 
 def choose_transport(wanted: str, device: str) -> TransportClass:
-    """Return the class of the transport by which an engine shares a KV cache on ``device``;
-    ``wanted``: the setting KVSHM_TRANSPORT.  Raises ConfigError like ``check_installed``, and
-    TransportError if it does not work for this device, or cannot be loaded."""
+    """Return the class of the transport by which an engine shares a KV cache on ``device`` (one of
+    TransportClass.devices); ``wanted``: the setting KVSHM_TRANSPORT.
+
+    Raises ConfigError like ``check_installed``, and TransportError if the transport does not work
+    for this device, or cannot be loaded.
+    """
     if wanted == Auto.AUTO:
         if device not in AUTO_TRANSPORTS:
             raise TransportError(f"there is no transport for KV caches on {device}")

@@ -1,4 +1,9 @@
-"""A transport inside one process, for tests: copies move only by ``LoopbackNetwork.advance``."""
+"""A transport inside one process, with a clock that only its user moves.
+
+Tests of code on top of the transport interface need it.  The ``LoopbackTransport`` s of several
+engines share one ``LoopbackNetwork``; their memories are bytearrays, and a copy makes progress only
+when ``advance`` is called.  So a test decides when copies overlap, are cancelled or end late.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,15 @@ from .regions import block_checksum, check_blocks, count_blocks, spans
 
 
 class LoopbackNetwork:
+    """Connects LoopbackTransports: holds their exports and the clock of their copies."""
+
     def __init__(self) -> None:
         self.exports: dict[int, LoopbackTransport] = {}
         self.copies: list[LoopbackCopy] = []
 
     def advance(self, ticks: int = 1) -> None:
-        """Let every pending copy, in the order begun, copy one block, or end, per tick."""
+        """Let every pending copy, in the order begun, copy one block per tick.  A cancelled copy,
+        or one without remaining blocks, ends at its next tick."""
         for _ in range(ticks):
             for copy in self.copies:
                 copy.advance()
@@ -36,6 +44,8 @@ class LoopbackNetwork:
 
 
 class LoopbackCopy:
+    """A copy that makes progress with its network's clock, or by its own ``advance``."""
+
     def __init__(
         self,
         attachment: LoopbackAttachment,
@@ -69,14 +79,18 @@ class LoopbackCopy:
 
 
 class LoopbackDetails(msgspec.Struct, frozen=True):
+    """``MemoryDescriptor.details`` of this transport."""
+
     export: int
 
 
 class LoopbackAttachment:
-    """A peer's memory (kvshm.interfaces.Attachment), kept after the peer's end."""
+    """A peer transport's memory (kvshm.interfaces.Attachment).  Like a mapping, it keeps the memory
+    after the peer's end."""
 
     path = CopyPath.OTHER
     ended = False
+    """Always False: an export ends only when the test ends it."""
 
     def __init__(self, own: LoopbackTransport, descriptor: MemoryDescriptor) -> None:
         export = unpack_details(descriptor, own.name, LoopbackDetails).export
@@ -99,6 +113,7 @@ class LoopbackAttachment:
         target: Sequence[BlockId],
         keep_going: Callable[[], bool] | None = None,
     ) -> LoopbackCopy:
+        """``keep_going`` is ignored: only the network's clock moves a copy."""
         if self._closed or self.own.closed:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
         copy = LoopbackCopy(self, self.own.blocks_to_read(source, self._num_blocks, target), target)
@@ -106,6 +121,7 @@ class LoopbackAttachment:
         return copy
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copy the bytes of one block in all regions, immediately."""
         here, there = spans(self.own.regions, target), spans(self._regions, source)
         for (own, start, end), (peer, first, last) in zip(here, there, strict=True):
             block = self._memory[peer][first:last]

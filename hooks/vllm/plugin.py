@@ -124,7 +124,6 @@ def _configure(vllm_config: VllmConfig) -> None:
     from kvshm._base.log_output import start_log
 
     from .settings import settings_of
-    from .shutdown import prepare_shutdown
 
     transfer = vllm_config.kv_transfer_config
     config = settings_of(transfer)
@@ -145,6 +144,9 @@ def _configure(vllm_config: VllmConfig) -> None:
         if other is None:  # vLLM does not start with a configuration that names no connector
             vllm_config.kv_transfer_config = None
         return
+    # Not above: where it cannot be imported, the returns above must still come.
+    from .shutdown import prepare_shutdown
+
     combined = with_connector(transfer, config) if other is None else beside(other)
     prepare_shutdown(config)  # so that this process, too, cleans up where the engine's files lie
     vllm_config.kv_transfer_config = combined

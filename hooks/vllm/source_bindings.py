@@ -63,7 +63,9 @@ class Scope:
         to Python 3.11.3."""
         tree = ast.parse(content)
         # Looked for first: walking through all functions takes long.
-        declared = _declared_global(tree) if _GLOBAL.search(content) else ()
+        # Bytes with an encoding of their own may hide the word.
+        may_declare = not content.isascii() or b"coding" in content or _GLOBAL.search(content)
+        declared = _declared_global(tree) if may_declare else ()
         return cls([*_of_statements(tree.body, ()), *declared])
 
     def of_class(self, node: ast.ClassDef) -> Scope:

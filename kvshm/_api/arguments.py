@@ -21,11 +21,13 @@ from kvshm.errors import MisuseError
 from kvshm.interfaces import MAX_REGIONS, Region
 
 MAX_GROUPS = 1 << 16
+"""As many as a block's record can name."""
 
 T = TypeVar("T")
 
 
 def listed(what: str, given: Iterable[T]) -> list[T]:
+    """Return what was given as a list.  Raises MisuseError."""
     if isinstance(given, str | bytes):
         raise MisuseError(f"{what} is {given!r}; give a list of them")
     try:
@@ -35,7 +37,8 @@ def listed(what: str, given: Iterable[T]) -> list[T]:
 
 
 def whole(what: str, given: Any, least: int | None = None) -> int:
-    """Return a whole number of any kind, ``least`` or more, as an int.  Raises MisuseError."""
+    """Return a whole number of any kind, numpy's included, as an int.  Raises MisuseError for
+    anything else, and for less than ``least``."""
     with suppress(TypeError):
         if least is None or operator.index(given) >= least:
             return operator.index(given)
@@ -53,13 +56,15 @@ def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def checked_start(start: int, most: int) -> int:
+    """Return the index of a first block.  Raises MisuseError."""
     if not 0 <= (begin := whole("start", start)) <= most:
         raise MisuseError(f"start is {start!r}; give an index among the {most} keys, not tokens")
     return begin
 
 
 def checked_name(given: str | None) -> str:
-    """Return an engine's name, by default of the program and its pid.  Raises MisuseError."""
+    """Return an engine's name, made of the program's and its pid unless one is given.  Raises
+    MisuseError."""
     name = given or f"{Path(sys.argv[0]).stem[:40] or 'python'}-{os.getpid()}"
     if not isinstance(name, str):
         raise MisuseError(f"name is {name!r}; give text")
@@ -71,7 +76,8 @@ def checked_name(given: str | None) -> str:
 
 
 def checked_regions(regions: Sequence[Region], memory: Any) -> list[Region]:
-    """Return the regions, which lie in the memory and share no byte.  Raises MisuseError."""
+    """Return the regions, which lie in the memory and share no byte as far as can be seen.  Raises
+    MisuseError."""
     given = [_region(number, region) for number, region in enumerate(listed("regions", regions))]
     if not 0 < len(given) <= MAX_REGIONS:
         raise MisuseError(f"{len(given)} regions; give 1 to {MAX_REGIONS}")
@@ -89,6 +95,7 @@ def checked_regions(regions: Sequence[Region], memory: Any) -> list[Region]:
 
 
 def _region(number: int, region: Any) -> Region:
+    """The region, of Python's own whole numbers."""
     if not isinstance(region, Region):
         raise MisuseError(f"region {number} is {region!r}; give a Region")
     return Region(*(whole(f"a number of region {number}", n) for n in astuple(region)))
@@ -112,7 +119,7 @@ def overlap(one: Region, other: Region) -> bool:
 
 
 def end_of(region: Region) -> int:
-    """Return where it ends, in bytes from the memory's start."""
+    """Return where it ends, in bytes from the memory's begin."""
     return region.offset + (region.num_blocks - 1) * region.stride + region.block_bytes
 
 
@@ -141,12 +148,14 @@ def _check_memory(regions: Sequence[Region], memory: Any) -> None:
 
 
 def checked_block_size(block_size: int) -> int:
+    """Return the tokens of a block.  Raises MisuseError."""
     if not 0 < (tokens := whole("block_size", block_size)) < 1 << 32:
         raise MisuseError(f"block_size is {block_size!r}; give the tokens of a block, 1 or more")
     return tokens
 
 
 def checked_seconds(what: str, given: Any, remedy: str = "give seconds") -> float:
+    """Return seconds as a number.  Raises MisuseError."""
     try:
         seconds = math.nan if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, OverflowError):
@@ -157,7 +166,8 @@ def checked_seconds(what: str, given: Any, remedy: str = "give seconds") -> floa
 
 
 def checked_groups(groups: Sequence[Group] | None, block_size: int) -> Sequence[Group]:
-    """Return the KV cache groups, by default one of full attention.  Raises MisuseError."""
+    """Return the KV cache groups, one of full attention unless some are given.  Raises
+    MisuseError."""
     given = [Group(0, block_size)] if groups is None else listed("groups", groups)
     given = [_group(number, group) for number, group in enumerate(given)]
     for number, group in enumerate(given):

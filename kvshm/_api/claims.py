@@ -1,4 +1,7 @@
-"""Which memory the nodes of this process share: no block belongs to two of them."""
+"""Which memory the nodes of this process share: no block belongs to two of them.
+
+A block that two nodes publish or load into is checked by neither for what the other one does.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,11 @@ class Claim:
                 )
 
     def belong_to(self, node: Node) -> None:
+        """The regions are the node's, until it is closed."""
         self._node = weakref.ref(node)
 
     def give_up(self) -> None:
+        """There will be no node."""
         self._regions = ()
 
     def _counts(self) -> bool:
@@ -80,7 +85,8 @@ def _may_overlap(one: Region, other: Region) -> bool:
 
 
 def by_address(regions: Sequence[Region], memory: Any) -> list[Region]:
-    """Return the regions as parts of the address space, if their memory says where it lies."""
+    """Return the regions as parts of the address space; without those in memory that does not say
+    where it lies."""
     memories = list(memory) if isinstance(memory, list | tuple) else [memory]
     starts = [_address(one) for one in memories]
     return [
@@ -91,6 +97,7 @@ def by_address(regions: Sequence[Region], memory: Any) -> list[Region]:
 
 
 def _address(memory: Any) -> int | None:
+    """Where it lies, as ``allocate`` and tensors say it."""
     if isinstance(address := getattr(memory, "address", None), int):
         return address
     pointer = getattr(memory, "data_ptr", None)

@@ -1,5 +1,7 @@
-"""Both halves of an engine in one process.  What fails while they are opened is why the engine
-shares nothing; it is not the engine's error."""
+"""Both halves of an engine in one process: its scheduler's half, and the one rank with its memory.
+
+Whatever fails while they are opened is why the engine shares nothing; it is not the engine's error.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +64,7 @@ class HalvesInOne:
         self.rank.end_epoch()
 
     def _open_epoch(self, state: EpochState) -> None:
+        """On the client's thread."""
         try:
             self.rank.open_epoch(state.table.epoch)
         except Exception as exc:  # any, of a transport: for example, no descriptors

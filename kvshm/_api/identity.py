@@ -38,7 +38,8 @@ class Identity:
     def _fingerprint_fields(
         self, block_size: int, regions: Sequence[Region], groups: Sequence[Group], transport: str
     ) -> dict[str, str]:
-        """Return the fingerprint's fields.  Raises MisuseError for what cannot be a field."""
+        """Return the fingerprint's fields.  Raises MisuseError for a name or value that
+        cannot be a field."""
         if not isinstance(self.settings, Mapping):
             raise MisuseError(f"settings are {self.settings!r}; give a mapping of names to text")
         own = {

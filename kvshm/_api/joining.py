@@ -133,6 +133,7 @@ def _settings(given: Config | None) -> Config:
 
 
 def _check_kind(memory: Any, path: Any, device: str) -> None:
+    """Raise MisuseError if the memory is of another kind than the transport shares."""
     if isinstance(path, TransportError):  # a line in the log will say so
         return
     allocated = hasattr(memory, "buffer")
@@ -145,7 +146,8 @@ def _check_kind(memory: Any, path: Any, device: str) -> None:
 
 
 def _started(node: Node, identity: Identity, patience: float) -> Node:
-    """Return the node with its first epoch begun; nothing of it is left if that raises."""
+    """Return the node with its first epoch begun, after ``patience`` seconds at most; nothing of
+    it is left if that raises."""
     try:
         node._start(identity)
         node._meet_peers(patience)
@@ -156,6 +158,7 @@ def _started(node: Node, identity: Identity, patience: float) -> Node:
 
 
 def _check_may_share(config: Config) -> None:
+    """Raise KvshmError if the settings leave nothing to share."""
     if (refusal := config.decide_role().refusal) is not None:
         raise KvshmError(refusal)
     if config.share is Share.SALTED_ONLY:
@@ -166,7 +169,8 @@ def _check_may_share(config: Config) -> None:
 
 
 def _chosen_transport(config: Config, device: str) -> Any:
-    """Return the transport's class, or why this engine has none.  Raises ConfigError."""
+    """Return the transport's class, or the TransportError that says why this engine has none.
+    Raises ConfigError if there is no such transport."""
     if not isinstance(device, str):
         raise MisuseError(f"device is {device!r}; give its type as text, as torch names it")
     try:

@@ -22,7 +22,7 @@ class Loads:
     def begin(
         self, node: LoadDriver, halves: HalvesInOne, plan: Plan, targets: list[BlockId]
     ) -> Load:
-        """Take the leases and have the rank copy.  The targets must not be read any more."""
+        """Take the leases and have the rank copy.  Nobody may read the targets any more."""
         self._number += 1
         load = Load(node, self._number, targets)
         order = halves.cache.planner.load(plan, load._id, targets)
@@ -32,6 +32,7 @@ class Loads:
         return load
 
     def failed(self, node: LoadDriver, targets: list[BlockId]) -> Load:
+        """Return a load that cannot be carried out."""
         load = Load(node, 0, targets)
         load._end(0)
         return load
@@ -49,6 +50,7 @@ class Loads:
             load._end(planner.take_results()[-1].num_blocks)
 
     def end_all(self) -> None:
+        """No report will come any more, and nothing writes: all loads have failed."""
         for load, _ in self._under_way.values():
             self._own.end_load(load.targets)
             load._end(0)

@@ -23,8 +23,9 @@ def all_lengths(search: PrefixSearch, state: EpochState, found: Found) -> tuple[
 def restorable_lengths(
     groups: Groups, start: int, longest: int, keys: int, find: Find
 ) -> tuple[int, ...]:
-    """Return every length up to ``longest`` of a prefix of ``keys`` keys that a load can restore
-    behind the first ``start``.  Asks ``find`` for each block once."""
+    """Return every length up to ``longest``, in keys, to which a load can restore a prefix of
+    ``keys`` keys behind the first ``start`` keys.  Asks ``find`` for each block once, so the time
+    grows with the number of keys."""
     known = []
     for group in groups.all:
         first = start // group.scale
@@ -61,7 +62,8 @@ def _run_begins(group: Group, first: int, stop: int, find: Find) -> list[int]:
 
 
 def held_by_peers(state: EpochState, keys: Sequence[bytes], group: Group) -> list[bool]:
-    """Return for each key whether some usable peer seems to hold its block, if it ends one."""
+    """Return for each key whether some usable peer seems to hold its block.  A key within a block
+    of several keys has none."""
     held, scale = [False] * len(keys), group.scale
     at, blocks = 0, len(keys) // scale
     while at < blocks:

@@ -1,7 +1,8 @@
 """What a caller has said about its own blocks: published, being loaded, or neither.
 
-What is published is remembered here as well as in the slot table, so that it can be published again
-in another epoch.  Pure, not thread-safe.
+A block is never two of these at once; a call that would make it so is refused before anything is
+done.  What is published is remembered here as well as in the slot table, so that it can be
+published again in another epoch.  Pure, not thread-safe.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Content(NamedTuple):
     parent: bytes
     """The first 8 bytes of the key before it in its chain; zeros for a chain's first block."""
     depth: int
+    """Index in its chain, in blocks."""
     group: int
 
 
@@ -37,6 +39,7 @@ class OwnBlocks:
         self.num_blocks = num_blocks
         self._scales = scales
         self.contents: dict[BlockId, Content] = {}
+        """Of the published blocks."""
         self.waiting: dict[BlockId, Content] = {}
         """Those of them that the present epoch does not show yet."""
         self._places: dict[tuple[bytes, int], dict[BlockId, None]] = {}
@@ -45,9 +48,11 @@ class OwnBlocks:
         """Retracted, and perhaps still being read."""
 
     def find(self, key: bytes, group: int) -> BlockId | None:
+        """Return a published block with this key, or None."""
         return next(iter(self._places.get((key, group), ())), None)
 
     def check_group(self, group: int) -> None:
+        """Raise MisuseError unless there is such a group."""
         if not 0 <= whole("group", group) < len(self._scales):
             raise MisuseError(f"there is no group {group}; join() got {len(self._scales)}")
 
@@ -88,7 +93,8 @@ class OwnBlocks:
     def check_contents(
         self, keys: Sequence[bytes], blocks: Iterable[int], start: int, group: int
     ) -> dict[BlockId, Content]:
-        """Return what those blocks hold that are not published yet.  Raises MisuseError."""
+        """Return what those blocks hold that are not published yet.  ``start``: index of the first
+        block in its prefix.  Raises MisuseError."""
         keys, given = listed("keys", keys), self.check_exist(blocks)
         self.check_group(group)
         if len(set(given)) != len(given):
@@ -128,12 +134,14 @@ class OwnBlocks:
             )
 
     def add(self, contents: dict[BlockId, Content]) -> None:
+        """These blocks are published."""
         self.contents |= contents
         self.waiting |= contents
         for block, content in contents.items():
             self._places.setdefault((content.key, content.group), {})[block] = None
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockId]:
+        """Return which of these blocks were published; they no longer are."""
         gone = []
         for block in blocks:
             if (content := self.contents.pop(block, None)) is not None:
@@ -146,16 +154,20 @@ class OwnBlocks:
         return gone
 
     def begin_epoch(self) -> None:
+        """Another epoch has begun, and shows nothing yet."""
         self.waiting = dict(self.contents)
 
     def take_waiting(self) -> dict[BlockId, Content]:
+        """Return what is published and not shown yet: it is going to be."""
         taken, self.waiting = self.waiting, {}
         return taken
 
     def begin_load(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks are being filled."""
         self._loading.update(blocks)
 
     def end_load(self, blocks: Iterable[BlockId]) -> None:
+        """Nothing fills these blocks any more: they are the caller's."""
         self._loading.difference_update(blocks)
 
     def check_retractable(self, blocks: Iterable[int]) -> list[BlockId]:
@@ -169,6 +181,7 @@ class OwnBlocks:
         return given
 
     def clear(self) -> None:
+        """Nothing is published any more."""
         self.contents.clear()
         self.waiting.clear()
         self._places.clear()
@@ -176,7 +189,8 @@ class OwnBlocks:
 
 
 def pack_contents(contents: Mapping[BlockId, Content]) -> tuple[bytes, bytes]:
-    """Return the blocks' records, without generations, and their parents, for the slot table."""
+    """Return the blocks' records, without generations, and their parents, as the slot table takes
+    them."""
     records = pack_records(
         (content.key, block, 0, content.depth, _PUBLISH, content.group)
         for block, content in contents.items()

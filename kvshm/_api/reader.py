@@ -147,4 +147,5 @@ def _view(table: SlotTableView) -> EngineView:
 
 
 def _is_alive(table: SlotTableView) -> bool:
+    """Whether its blocks can be read."""
     return table.alive and not table.died

@@ -1,7 +1,8 @@
 """Loggers whose lines vLLM shows, and how a line names an engine.
 
-vLLM configures one logger, ``vllm``, so kvshm logs below it.  vLLM shows the file of a line but not
-its logger, so each line begins with ``kvshm:`` for a search.
+vLLM configures one logger, ``vllm``, and leaves the root logger at WARNING: a line logged
+as ``kvshm._node.peers`` would be lost in every engine.  So kvshm logs below ``vllm``.  vLLM shows
+the file of a line but not its logger, so each line begins with ``kvshm:`` for a search.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .log_lines import FilledLine, LogLine
 
 REPEAT_SECONDS = 60.0
 MAX_KINDS = 256
+"""Kinds of lines that are remembered."""
 
 MAX_LINES = 200
 """How many lines a process of an engine logs within LIMIT_SECONDS at most."""
@@ -27,6 +29,7 @@ LIMIT_SECONDS = 60.0
 OURS = "vllm.kvshm"
 """The logger above all others of kvshm."""
 _PAST_LIMITS = "kvshm_past_limits"
+"""Attribute of a log record that no limit counts."""
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
@@ -35,7 +38,8 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
     def line(
         self, line: LogLine, *args: object, exc_info: Any = None, level: int | None = None
     ) -> None:
-        """Log a line of a component's list, filled with ``args``, at its level or another one."""
+        """Log a line of a component's list; ``args`` fill its placeholders.  ``level``: another
+        one than the list's, where that depends on the situation."""
         severity = line.level if level is None else level
         self.log(severity, line.text, *args, exc_info=exc_info, stacklevel=2)
 
@@ -51,6 +55,7 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(name: str) -> Logger:
+    """Return the logger of module ``name`` (its ``__name__``) below ``vllm``."""
     below = logging.getLogger("vllm." + name)
     below.addFilter(LINE_LIMIT)
     below.addFilter(_PLAIN_TEXT)
@@ -58,7 +63,8 @@ def logger(name: str) -> Logger:
 
 
 def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
-    """Return how lines name an engine: ``vllm-7 (epoch 1f5c90e2a8b34d67, pid 7)``."""
+    """Return how each line names an engine: ``vllm-7 (epoch 1f5c90e2a8b34d67, pid 7)``.  Unknown
+    parts are left out."""
     about = [f"epoch {epoch:016x}"] if epoch else []
     about += [f"pid {pid}"] if pid else []
     return f"{name} ({', '.join(about)})".lstrip()
@@ -82,6 +88,7 @@ class LineLimit(logging.Filter):
         self.reset()
 
     def reset(self) -> None:
+        """Count from now on."""
         self._since, self._lines, self._left_out = self._clock(), 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -107,6 +114,7 @@ def say(text: str) -> None:
 
 
 LINE_LIMIT = LineLimit(say)
+"""Of all lines of this process."""
 _PLAIN_TEXT = PlainText()
 
 
@@ -126,7 +134,8 @@ class LogLimit:
         guard_forks(self)
 
     def allows(self, line: Hashable, *about: Hashable) -> bool:
-        """Whether to log ``line``, of which ``about`` tells kinds apart, now."""
+        """Whether to log ``line`` now.  ``about``: what tells apart lines that are limited each by
+        itself, for example the engine that they name."""
         kind = (line, *about)
         with self._lock:
             now = self._clock()
@@ -146,4 +155,5 @@ class LogLimit:
                 del self._last_logged[kind]
 
     def forget_in_child(self) -> None:
+        """A thread that the child does not have may hold the lock."""
         self._lock = threading.Lock()

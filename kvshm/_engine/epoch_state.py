@@ -35,20 +35,25 @@ class EngineSpec:
     model: str
     num_blocks: int
     block_size: int
+    """Tokens per hash."""
     asynchronous: bool = False
     """Whether the next step is scheduled while one runs, so that a wait can overlap."""
 
 
 @dataclass
 class EpochState:
-    """Slot table, peers and roster entry of one epoch, and its publisher's pending work: begun by
-    the client's thread, used and ended by the scheduler's."""
+    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.  The
+    client's thread begins an epoch, the scheduler's thread ends it.  In between the scheduler's
+    thread publishes in ``table`` and looks up in ``peers``, and the client's thread keeps ``peers``
+    up to date."""
 
     table: OwnSlotTable
     peers: Peers
     server: SegmentServer
+    """Hands out the table and the replica."""
     info: EngineInfo
     draining: list[BlockId] = field(default_factory=list)
+    """Retracted blocks whose leases the next dispatch waits for.  Scheduler's thread only."""
     outbox: list[bytes] = field(default_factory=list)
     """Events not yet handed to the client.  Scheduler's thread only."""
     seen_alive: bool = False
@@ -63,12 +68,14 @@ class EpochState:
 
     @cached_property
     def own_peer(self) -> Peer:
-        """The engine itself as an exporter within its own cache: without leases."""
+        """The engine itself as an exporter of blocks that it copies within its own cache.  It takes
+        no leases: the re-check alone decides."""
         return Peer(replace(self.info, lease_bit=NO_LEASE_BIT), self.table.as_peer(), row=-1)
 
     def end(self) -> None:
         """Retract everything for good: every slot EMPTY, every life word 0.  Never waits: an
-        importer in the middle of a copy finds out at its re-check."""
+        importer in the middle of a copy finds out at its re-check.  Processes that have mapped the
+        table keep their mapping."""
         forget_own_epoch(self.table.epoch)
         self.table.retire()
         self.table.reset()
@@ -83,6 +90,7 @@ class HasEpoch(Protocol):
     epoch_state: EpochState | None
     """None without an epoch.  Any thread may read it; each read may find another epoch."""
     role: Decision
+    """Whether the engine exports and imports."""
 
 
 def begin_epoch(
@@ -93,8 +101,9 @@ def begin_epoch(
     ranks: Sequence[RankInfo],
     run_dir: Path,
 ) -> EpochState:
-    """Begin an epoch with a random number: create and serve its slot table and replica.
-    ``fields``: the fingerprint's.  Raises KvshmError or OSError; nothing is left behind then."""
+    """Begin an epoch with a random number: create its slot table, with this process's pulse, and
+    its replica, and serve their descriptors.  ``fields``: the fingerprint's fields.  Raises
+    KvshmError or OSError; nothing is left behind then."""
     epoch = Epoch(secrets.randbits(64) | 1)
     table_spec = TableSpec(
         namespace=namespace,

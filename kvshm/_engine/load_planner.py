@@ -37,7 +37,8 @@ _PEERS_FAULT = {
     LoadFailure.MISMATCH,
 }
 _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
-"""All bytes were copied, but are not what the replica's entry says: it goes."""
+"""All bytes were copied, but are not what the replica's entry says: it goes.  After any other
+failure bytes may be missing, and the entry stays for another try."""
 
 
 class LoadResult(NamedTuple):

@@ -1,7 +1,9 @@
 """Looks for the blocks of a prefix: in the other engines, and in the engine's own cache.
 
-The own published blocks behind the own hit count as well, because one group may have lost a block
-there that the others still have; they are copied like those of a peer.
+The engine's own blocks count as well, behind its own hit: one group may have lost a block there
+that the others still have.  The engine allocates new blocks for all of them, so its own ones are
+copied like those of a peer.  Only published ones are, because the cache has a block from the moment
+that the block is scheduled, and the slot table only once the block is computed.
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ class PrefixSearch:
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
 
     def finder(self, epoch: EpochState, hashes: Sequence[bytes]) -> Find:
+        """Return what finds the blocks of one prompt."""
         return _Finder(self, epoch, hashes)
 
     def hold(self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int) -> int:
-        """Hold the blocks of group ``number`` in one place each: the own cache, else at peers.
-        Returns how many were found.  IndexError if there is no such group."""
+        """Hold the blocks of group ``number`` in one place each: in the own cache where it has
+        published them, else at the peers that a lookup names.  Returns how many were found.
+        IndexError if there is no such group."""
         group, find = self.groups.all[number], _Finder(self, epoch, hashes)
         own, held, index, stop = list[bytes](), 0, 0, len(hashes) // group.scale
         while index < stop:
@@ -66,6 +70,8 @@ class PrefixSearch:
 
 
 class _Finder:
+    """Finds runs of blocks of one prompt."""
+
     def __init__(self, search: PrefixSearch, epoch: EpochState, hashes: Sequence[bytes]) -> None:
         self._search = search
         self._epoch = epoch
@@ -82,10 +88,12 @@ class _Finder:
         return runs, first
 
     def remote(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+        """The longest run of blocks that peers seem to hold, cut where the peer changes."""
         lookup = self._epoch.peers.lookup
         return lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
 
     def own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+        """The longest run of published blocks in the engine's own cache."""
         digests = (self._hashes[(i + 1) * group.scale - 1] for i in range(first, stop))
         blocks = self._search.own_blocks(digests, group.number)
         generations = self._epoch.table.generations(blocks)

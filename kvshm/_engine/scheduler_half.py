@@ -1,11 +1,12 @@
 """The scheduler's half of a shared cache: the interface between an engine and kvshm.
 
-After ``open_epoch`` it joins the node in the background.  ``publisher`` publishes the blocks that
-the scheduler has computed and retracts those it is about to overwrite; ``planner`` looks for
-prefixes in other engines and begins loads, which the ranks carry out.
+After ``open_epoch`` a SchedulerHalf joins the node in the background, as soon as a coordinator
+runs.  With ``publisher`` the scheduler publishes the blocks it has computed and retracts those it
+is about to overwrite.  With ``planner`` the scheduler looks for prefixes in other engines and
+begins loads, which the ranks carry out (kvshm/_rank/rank_half.py).  Nothing here knows vLLM.
 
-Methods run on the scheduler's thread unless their docstring says otherwise; none blocks except
-``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
+Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
+except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
         opened: Callable[[EpochState], None] | None = None,
     ) -> None:
-        """``opened``: called on the client's thread with each new epoch, if the ranks live here."""
+        """``opened``: called on the client's thread with each epoch that has begun, if the ranks
+        live in this process and need not wait for a step to hear of it."""
         who = engine_name(name=spec.name, pid=os.getpid())
         log.line(CoreLine.SHARES_IF, who, run_dir)
         self._config = config
         self.role = config.decide_role()
-        """Whether the engine exports and imports.  More limits are set before ``open_epoch``."""
+        """Whether the engine exports and imports.  Whoever finds more limits in the running engine
+        sets it, before ``open_epoch``: an epoch's roster entry never changes."""
         self._spec = spec
         self._run_dir: Path | None = run_dir
         """None in a forked child, which leaves the directory alone."""
@@ -90,7 +93,8 @@ class SchedulerHalf:
         self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
         self._requested: _EpochRequest | None = None
         self.epoch_state: EpochState | None = None
-        """The present epoch, None without one.  Any thread may read it."""
+        """The present epoch, None without one.  Any thread may read it; only SchedulerHalf sets
+        it."""
         self.failed = False
         """Whether the last attempt to begin an epoch failed; there will be another."""
         start = start_command(run_dir, config.namespace)
@@ -113,7 +117,8 @@ class SchedulerHalf:
 
     @property
     def is_member(self) -> bool:
-        """Whether the coordinator has the present epoch in its roster.  Any thread."""
+        """Whether the coordinator has the present epoch in its roster, as far as known.  Any
+        thread."""
         return self.epoch_state is not None and self._client.is_member
 
     @property
@@ -123,15 +128,17 @@ class SchedulerHalf:
 
     @property
     def is_refused(self) -> bool:
-        """Internal: whether the coordinator refuses the present epoch for good.  Any thread."""
+        """Internal: whether the coordinator refuses the present epoch for a reason that does not
+        pass by itself.  Any thread."""
         state = self.epoch_state
         return state is not None and self._handler.refused == state.table.epoch
 
     @property
     def meets_peers(self) -> bool:
         """Whether a lookup may find less than there is, because this engine joins for the first
-        time and does not yet know all blocks.  False for good once it does, or cannot.  Any thread,
-        one at a time."""
+        time and does not yet know the blocks of all engines in the roster.  False for good once it
+        does, or cannot: without a coordinator, or if it imports nothing, is refused, or cannot
+        begin its epoch.  Does not block.  Any thread, one at a time."""
         meeting = self._meeting
         if meeting.expected is None:
             meeting.expected = not self.role.no_imports
@@ -147,7 +154,8 @@ class SchedulerHalf:
 
     @property
     def lookups_are_early(self) -> bool:
-        """``meets_peers``, for KVSHM_JOIN_WAIT_MS after this was first asked at most."""
+        """``meets_peers``, for KVSHM_JOIN_WAIT_MS after this was first asked at most: let a lookup
+        wait, if that holds up nothing else."""
         meeting = self._meeting
         if meeting.expected is False:  # as soon as the engine has met its peers: costs nothing
             return False
@@ -158,16 +166,19 @@ class SchedulerHalf:
         return self.meets_peers
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
-        """Begin an epoch as soon as ``fields`` returns the fingerprint's fields, on the client's
-        thread; a failure is tried again.  Other engines can read once every rank has opened it
-        (``RankHalf.open_epoch``)."""
+        """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
+        thread calls ``fields`` until then.  ``epoch_state`` is then set, and every rank has to open
+        the epoch (``RankHalf.open_epoch``) before other engines can read its blocks.  An epoch
+        that cannot begin for lack of memory, descriptors or threads is tried again after a pause.
+        """
         self.end_epoch()
         with self._lock:
             self._requested = _EpochRequest(ranks, fields, RetryPause(self._clock))
         self._client.rejoin()
 
     def end_epoch(self) -> None:
-        """Retract all blocks for good, without waiting.  Idempotent."""
+        """Retract all blocks for good, without waiting: the cache was reset, the weights
+        changed, or something went wrong.  Idempotent."""
         with self._lock:
             self._requested = None
             self.failed = False
@@ -190,8 +201,9 @@ class SchedulerHalf:
         return True
 
     def leave(self, timeout: float = 0.0) -> None:
-        """Tell the other engines that this engine ends; it plans no more loads.  Waits at most
-        ``timeout`` seconds; ``close`` has to follow.  Any thread."""
+        """Tell the other engines that this engine ends: they stop using its blocks, and it plans
+        no more loads.  Waits at most ``timeout`` seconds until that is sent; ``close`` has to
+        follow.  Any thread."""
         self.planner.leaving = True
         self._client.leave(timeout)
 
@@ -259,7 +271,8 @@ class SchedulerHalf:
             state.table.counters.add(counter, amount)
 
     def hook_took(self, hook: str, begun_ns: int, unfinished: int) -> None:
-        """Show tools the time since a hook began, and how many requests have not ended."""
+        """Show tools the time since one of the scheduler's hooks (``histograms.HOOKS``) began, that
+        the scheduler's loop goes on, and how many requests have not ended."""
         if (state := self.epoch_state) is not None:
             state.table.loops.hook_took(HOOKS[hook], begun_ns, unfinished)
 
@@ -275,6 +288,7 @@ class SchedulerHalf:
         record_declined(self._config.run_dir, self._config.namespace, declined)
 
     def log_error(self, text: str, code: ErrorCode = ErrorCode.OTHER) -> None:
-        """Record an error in the own slot table.  Any thread."""
+        """Record an error in the own slot table, where ``kvshm dump`` shows it.
+        Any thread."""
         if (state := self.epoch_state) is not None:
             state.table.log_error(text, code=code)

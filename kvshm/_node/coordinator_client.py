@@ -1,7 +1,8 @@
 """An engine's connection to the coordinator: one thread that owns every socket.
 
-The scheduler's thread only queues events; it never waits for the coordinator and sees none of its
-errors.  Messages reach the engine through an ``UpdateHandler``, on the client's thread.
+The scheduler's thread only puts batches of events into a queue; it never waits for the coordinator
+and sees none of its errors.  Messages of the coordinator reach the engine through an
+``UpdateHandler``, whose methods all run on the client's thread.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ _log = logger(__name__)
 
 
 class CoordinatorClient:
-    """Keeps this engine in the roster, from construction until ``close``.  Any thread.  Only
-    ``leave`` and ``close`` block.  In a forked child the methods do nothing."""
+    """Keeps this engine in the roster, from construction until ``close``.  Any thread may call.
+    Only ``leave`` and ``close`` block, with a bound; only the constructor raises.  In a forked
+    child the methods do nothing."""
 
     def __init__(
         self,
@@ -100,7 +102,8 @@ class CoordinatorClient:
         self._put(records, self._later_us)
 
     def rejoin(self) -> None:
-        """A new epoch has begun: leave with the old one and join with what ``describe`` returns."""
+        """The engine's cache has begun a new epoch: leave with the old epoch and join with the
+        description that ``describe`` returns now.  Events queued before belong to the old epoch."""
         self._put(None, 0)
 
     def leave(self, timeout: float = 0.0) -> None:
@@ -160,7 +163,8 @@ class CoordinatorClient:
         session.close()
 
     def _open(self, session: CoordinatorSession) -> bool:
-        """Open the sockets; whether that succeeded.  Without, the engine serves on, unshared."""
+        """Open the sockets; whether that succeeded.  Without sockets (no descriptors are left) the
+        engine serves on, unshared, and nothing is queued."""
         try:
             timers = self._wake_now, self._wake_later
             session.open(timers, lambda: self._hand_over(session))
@@ -170,7 +174,8 @@ class CoordinatorClient:
         return self._usable
 
     def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
-        """Send what other threads have queued, in few messages: each one releases the GIL."""
+        """Send what other threads have queued so far, in few messages: each one releases the GIL,
+        which a busy thread returns late.  Clears the timers among ``readable``."""
         for timer in (self._wake_now, self._wake_later):
             if timer in readable:
                 with contextlib.suppress(BlockingIOError):

@@ -9,7 +9,8 @@
        +--------------------------------------------------------------------+
          broadcasts missed; own events dropped; coordinator lost; rejoin()
 
-While it joins again, it keeps its place in the roster (``is_member``) and sends events.
+An engine that missed broadcasts or dropped events of its own keeps its place in the roster
+(``is_member``) and sends events while it joins again.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ class CoordinatorSession:
 
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
         """Create and connect the sockets; a readable descriptor of ``wake_fds`` ends a ``wait``.
-        ``hand_over`` sends what is queued, before a new epoch begins.  Raises KvshmError or
-        zmq.ZMQError."""
+        ``hand_over`` sends what other threads have queued so far; it is called before a new epoch
+        begins, so that events of the old epoch are not sent with the new epoch.  Raises KvshmError
+        or zmq.ZMQError, leaving nothing open."""
         self._hand_over = hand_over
         self._sockets.open(wake_fds)
 
@@ -148,15 +150,17 @@ class CoordinatorSession:
         self._events_lost = self._events_lost or not sent
 
     def skip_events(self, batches: int, why: Counter) -> None:
-        """Count ``batches`` that are not sent: EVENTS_DROPPED, or EVENTS_UNHEARD without peers.
-        The sequence shows the gap to an engine that joined unnoticed."""
+        """Count ``batches`` that are not sent: EVENTS_DROPPED, then the peers have to scan the slot
+        table, or EVENTS_UNHEARD, without peers.  Uses up a sequence number: an engine that joined
+        unnoticed and scanned before these batches sees the gap and scans again."""
         self._place.sequence += 1
         self.guard.call(self._handler.count, why, batches)
         self._events_lost = self._events_lost or why is EVENTS_DROPPED
 
     def rejoin(self) -> None:
-        """Leave with the old epoch and join with a new description; without a Leave if ``work`` has
-        begun that, because no epoch may join again after it."""
+        """Leave with the old epoch and join with a new description.  If ``work`` has begun to join
+        with the epoch that ``describe`` returns now, no Leave is sent: the coordinator lets no
+        epoch join again after its Leave."""
         info = self.guard.call(self._handler.describe)
         present = info is not None and info.epoch == self._place.epoch
         if not present:
@@ -167,7 +171,8 @@ class CoordinatorSession:
     # -- the two halves of the client's loop
 
     def wait(self) -> Collection[object]:
-        """Wait for a message, another thread or a timer; return what is readable."""
+        """Wait until a message arrives, a thread wakes this one or a timer is due.  Returns the
+        readable ones of ``wake_fds`` and the own sockets."""
         before = self._clock()
         tries = {_State.WAITING: self._due.next_try, _State.JOINING: self._due.reply}
         timeout = max(0.0, min(self._due.next_beat, tries.get(self._state, math.inf)) - before)
@@ -181,6 +186,7 @@ class CoordinatorSession:
         return self._sockets.readable
 
     def work(self) -> None:
+        """Handle the messages that have arrived and the timers that are due."""
         for frame in self._sockets.replies():
             self._handle(self._on_reply, frame)
         for frame in self._sockets.broadcasts():
@@ -225,6 +231,7 @@ class CoordinatorSession:
     # -- what the engine receives
 
     def _pass_on(self, *more: Update) -> None:
+        """Pass the updates of the broadcasts to the engine, then ``more``."""
         for item in (*self._order.take_updates(), *more):
             self.guard.call(self._handler.apply, item)
 
@@ -267,11 +274,13 @@ class CoordinatorSession:
         self._due.reply = now + self._timing.reply_seconds
 
     def _leave(self) -> None:
+        """End the present epoch, even if its Join has not been answered yet."""
         if self._place.epoch:
             self._send(Leave(epoch=self._place.epoch))
         self._place = _Place(lease_bit=self._place.lease_bit)
 
     def _on_coordinator_lost(self, now: float) -> None:
+        """Join again if this engine had a place in the roster, which is now lost."""
         if self.is_member:
             self._place.coordinator_epoch = 0
             self._pass_on(Coordinator.LOST)

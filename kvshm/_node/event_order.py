@@ -1,7 +1,9 @@
 """Turns the roster and broadcasts that an engine receives into updates, in order.
 
-After a gap in the topic's sequence the engine joins again, after one in an engine's own sequence
-that engine's table is scanned (docs/protocol.md).  No sockets, no clock, no callbacks.
+Two counters show what was lost (docs/protocol.md).  The topic's sequence counts broadcasts:
+after a gap the engine joins again, because a join or a departure may be lost.  Each engine's own
+sequence counts its messages of events: after a gap only this engine's slot table has to be
+scanned again.  No sockets, no clock, no callbacks: ``take_updates`` returns the updates.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ class EventOrder:
         """Known engines: epoch -> sequence of the engine's last events, received or lost.  Changed
         by this object only; any thread may ask whether it is empty."""
         self.missing: set[int] = set()
-        """Engines known before the coordinator restarted that have not joined again."""
+        """Engines that were known before the coordinator restarted and have not joined again.
+        Changed by this object only."""
         self._suspected: set[int] = set()
         self._updates: list[Update] = []
         self._batches: list[tuple[int, bytes]] = []
+        """Events since the last update of another kind."""
         self._bytes = 0
 
     @property
@@ -60,7 +64,8 @@ class EventOrder:
         return self._bytes > MAX_KEPT_BYTES
 
     def take_updates(self) -> list[Update]:
-        """Return the updates since the last call, consecutive events as one."""
+        """Return, in order, the updates since the last call.  Consecutive events come as one
+        update; EventsLost may come before events that arrived earlier."""
         self._end_batches()
         updates, self._updates, self._bytes = self._updates, [], 0
         return updates
@@ -89,7 +94,8 @@ class EventOrder:
             self._set_suspected(epoch, epoch in joined.suspected)
 
     def receive_events(self, broadcasts: Sequence[object]) -> int:
-        """The fast path: take the events up to the first gap or other message; return how many."""
+        """The fast path: take the events at the beginning of ``broadcasts`` up to the first gap or
+        other message.  Returns how many were taken; pass the rest to ``receive``."""
         for received, events in enumerate(broadcasts):
             if (
                 type(events) is not EngineEvents
@@ -102,7 +108,8 @@ class EventOrder:
         return len(broadcasts)
 
     def _take_next_events(self, events: EngineEvents) -> bool:
-        """Keep ``events`` if they are a known engine's next.  Whether they are, or are the own."""
+        """Keep ``events`` if they are the next ones of a known engine.  Returns whether they are,
+        or are this engine's own."""
         epoch = events.epoch
         if self.last_events.get(epoch) != events.engine_sequence - 1 or self.full:
             return epoch == self._own_epoch
@@ -144,7 +151,8 @@ class EventOrder:
         return Verdict.MEMBER
 
     def _apply(self, broadcast: AnyBroadcast) -> None:
-        """Apply the next broadcast, if it is about another engine that is in the roster."""
+        """Apply the next broadcast, unless it is about this engine itself or about an epoch that is
+        not in the roster."""
         match broadcast:
             case EngineJoined(engine=info) if info.epoch != self._own_epoch:
                 self.last_events[info.epoch] = broadcast.engine_sequence
@@ -193,6 +201,7 @@ class EventOrder:
         self._add_broadcast(EngineGone, epoch=epoch, reason=reason)
 
     def _add_broadcast(self, kind: Callable[..., Update], **fields: object) -> None:
+        """Add an update of a kind that the coordinator broadcasts."""
         numbers = {"coordinator_epoch": self._coordinator_epoch, "sequence": self._sequence}
         self._add(kind(**numbers, **fields))
 

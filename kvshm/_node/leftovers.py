@@ -93,7 +93,7 @@ def take_namespace(run_dir: Path, namespace: str) -> int:
                 f"another coordinator serves {path}; its lock file was removed, it makes it again"
             )
     except BaseException:
-        os.close(fd)
+        release_lock(fd)
         raise
     return fd
 

@@ -49,7 +49,8 @@ def take_lock(path: Path) -> int:
 
 def release_lock(fd: int) -> None:
     """Release the lock and close its descriptor.  Closing alone would leave it to a child that has
-    just been forked, until that child has closed its copy."""
+    just been forked, until that child has closed its copy.  Never in a forked child: it would
+    release the parent's lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:

@@ -1,8 +1,12 @@
 """What one engine knows of the other engines it may share with.
 
 The coordinator's messages arrive on the client's thread and keep a row of the replica for each
-engine; the scheduler's thread, which never waits, reads a view that is replaced as a whole, and has
-its changes made by the replica's writer.
+engine; the scheduler's thread looks prefixes up and records the results of loads.  A peer whose
+table cannot be used is left out, a peer that keeps failing is not used for a while; nothing here
+is an error of the serving path.
+
+The scheduler's thread never waits: it reads a view that the client's thread replaces as a whole,
+and passes its changes of the replica to the replica's writer (kvshm/_replica/index.py).
 """
 
 from __future__ import annotations
@@ -45,9 +49,11 @@ class _PeerView(NamedTuple):
     """The peers as the scheduler's thread sees them: replaced as a whole, never changed."""
 
     peers: dict[int, Peer]
+    """All attached peers, by epoch."""
     rows: dict[int, Peer]
     """The peers that offer blocks according to the roster, by row."""
     mask: int
+    """The keys of ``rows`` as bits."""
 
 
 _NO_PEERS = _PeerView({}, {}, 0)
@@ -58,11 +64,13 @@ class PeersStats(NamedTuple):
 
     attached: int
     usable: int
+    """Attached peers that lookups may name now."""
 
 
 class Peers:
     """The other engines of one fingerprint, and the replica of their blocks.  The sections below
-    name each method's thread; none raises because of a peer or the network."""
+    name the thread of each method.  Only methods of the client's thread open or read tables, and
+    none raises because of a peer or the network."""
 
     def __init__(
         self,
@@ -74,8 +82,9 @@ class Peers:
         listed: PeerList | None = None,
         timing: Timing = TIMING,
     ) -> None:
-        """``segments``: fetches the peers' tables.  ``listed``: names the peers to the own ranks.
-        Raises SegmentTooSmall."""
+        """Create the replica of engine ``engine`` in its own ``epoch``.  ``segments``: fetches the
+        peers' tables.  ``clock`` gives seconds.  ``listed``: the list that names the peers to the
+        own ranks.  Raises SegmentTooSmall."""
         self._epoch = epoch
         self._segments = segments
         self._clock = clock
@@ -110,10 +119,12 @@ class Peers:
             (self.rescan if known is None else self.scan_queue.add)(Epoch(info.epoch))
 
     def suspected(self, epoch: Epoch) -> None:
+        """Keep everything of an engine, but offer none of its blocks."""
         self._suspected.add(epoch)
         self._set_row_state(epoch, RowState.SUSPECTED)
 
     def recovered(self, epoch: Epoch) -> None:
+        """Offer a suspected engine's blocks again."""
         self._suspected.discard(epoch)
         self._set_row_state(epoch, RowState.LIVE)
 
@@ -126,7 +137,8 @@ class Peers:
         return who
 
     def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
-        """Apply events, each with its engine's epoch, in order."""
+        """Apply events, each with its engine's epoch, in order; those of an epoch that is not
+        attached are dropped."""
         find = self._view.peers.get
         known = [(peer, records) for epoch, records in batches if (peer := find(epoch))]
         try:
@@ -155,7 +167,8 @@ class Peers:
             self._leave_out(peer.info, exc)
 
     def try_again(self) -> None:
-        """Try again to write the list for the own ranks, and to attach engines.  Once a second."""
+        """Try again what has failed: to write the list for the own ranks, and to attach engines
+        that are not suspected.  About once a second."""
         if self._peer_list is not None:
             self._peer_list.write_again()
         for info in self._attach_queue.due():
@@ -163,10 +176,12 @@ class Peers:
                 self.rescan(Epoch(info.epoch))
 
     def will_try_again(self, epoch: int) -> bool:
+        """Whether an engine could not be attached, and may be later."""
         return epoch in self._attach_queue and epoch not in self._suspected
 
     def look_for_deaths(self) -> None:
-        """Offer no blocks of dead engines, even without a coordinator.  Once a second."""
+        """Offer no blocks of dead engines any more.  About once a second, with or without a
+        coordinator; a coordinator sees the death too, and cleans up."""
         for peer in self._peers.values():
             if not peer.dead and peer.table.died:
                 peer.dead = True
@@ -178,6 +193,7 @@ class Peers:
     # -- the scheduler's thread: nothing here waits for the client's thread
 
     def why_no_peer(self) -> Counter | None:
+        """Return the counter of the reason why no peer offers blocks; None if a peer does."""
         if self._view.mask:
             return None
         return MISS_FINGERPRINT if self.num_incompatible else MISS_NO_PEER
@@ -198,8 +214,9 @@ class Peers:
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int = 0, scale: int = 1
     ) -> list[PlannedRun]:
-        """Return the longest prefix of a group's blocks from ``start`` to ``stop`` that usable
-        peers seem to hold, from as few as possible.  ``scale``: hashes for each block."""
+        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
+        that usable peers seem to hold, from as few peers as possible.  ``scale``: hashes
+        for each block, the last of which is the block's.  Changes nothing."""
         view = self._view
         mask = view.mask
         while mask:
@@ -224,18 +241,22 @@ class Peers:
         return []
 
     def name_of(self, epoch: int) -> str:
+        """The name of an engine, empty if it is not a peer (any more)."""
         return peer.info.name if (peer := self._find(epoch)) is not None else ""
 
     def may_use(self, peer: Peer) -> bool:
+        """Whether ``lookup`` may still name a peer that it named before."""
         return self._view.rows.get(peer.row) is peer and self._usable(peer)
 
     def forget(self, epoch: Epoch, records: bytes) -> None:
-        """Drop packed records that proved stale: from now on no lookup names them."""
+        """Drop packed records that could not be leased or copied: a stale hint.  From now on no
+        lookup names them."""
         if (peer := self._find(epoch)) is not None:
             self.replica.forget(peer.row, epoch, records)
 
     def load_failed(self, epoch: Epoch) -> bool:
-        """Record a failed load; return whether it puts the peer into quarantine."""
+        """Record a failed load from a peer.  The third in a row puts the peer into quarantine;
+        returns whether it did."""
         if (peer := self._find(epoch)) is None:
             return False
         peer.failures += 1
@@ -249,6 +270,7 @@ class Peers:
         return True
 
     def rank_not_attached(self, epoch: Epoch) -> None:
+        """Record that a rank could not attach a peer in time: plan nothing from it for a while."""
         if (peer := self._find(epoch)) is not None:
             self._pause_peer(peer, self._timing.attach_pause_seconds)
 
@@ -263,6 +285,7 @@ class Peers:
                 peer.paused_until = 0.0
 
     def load_succeeded(self, epoch: Epoch) -> None:
+        """Record a load from a peer without failure: forget the peer's failures."""
         if (peer := self._find(epoch)) is not None:
             peer.failures, peer.quarantined = 0, False
 
@@ -294,6 +317,7 @@ class Peers:
         return self._view.peers.get(epoch)
 
     def _update_view(self) -> None:
+        """Show changes to the scheduler's thread."""
         heard = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
         rows = {p.row: p for p in heard if not (p.dead or p.info.imports_only)}
         self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))

@@ -1,8 +1,20 @@
 """The updates that a client passes to its engine, and what the client calls in the engine.
 
-Most are the coordinator's own messages (kvshm/_node/protocol.py).  Known engines may be absent when
-Joined comes, because they have not joined a restarted coordinator yet; EngineJoined for an epoch
-that is known replaces what was known, and has the slot table scanned again.
+Updates are plain values.  Most are the coordinator's own messages (kvshm/_node/protocol.py):
+
+======================== ======================================================================
+Joined                   The engine is in the roster, with this lease bit.  EngineJoined,
+                         EventsLost and EngineGone follow for changes in the roster.  Known engines
+                         may be absent because they have not joined a restarted coordinator yet.
+Refused                  The engine has no place in the roster.  Repeated with each try.
+EngineJoined             Use this engine and scan its slot table.  For an epoch known already:
+                         ``engine`` replaces what was known, and the table is scanned again.
+EngineSuspected          Do not use this engine's blocks for now; keep what is known of it.
+EngineRecovered          The suspected engine may be used again.
+EngineGone               The epoch has ended: drop all that is known of it.
+IncompatibleJoined       An incompatible engine is new on the node.
+Tick                     ``num_incompatible`` is the number of incompatible engines.
+======================== ======================================================================
 """
 
 from __future__ import annotations
@@ -30,7 +42,8 @@ class EventBatches(msgspec.Struct, frozen=True):
 
 
 class EventsLost(msgspec.Struct, frozen=True):
-    """Events of this engine were lost: its slot table has to be scanned again."""
+    """Events of this engine were lost: its slot table has to be scanned again.  Events that arrive
+    before the scan are still valid."""
 
     epoch: int
 
@@ -39,9 +52,11 @@ class Coordinator(Enum):
     """A change of the coordinator's state."""
 
     MISSING = "missing"
-    """No coordinator has answered since this engine was ready.  Passed at most once."""
+    """No coordinator has answered for some seconds since this engine was ready.  Passed at most
+    once, and never after a coordinator has answered."""
     LOST = "lost"
-    """The coordinator has gone or forgotten this engine; the client joins again."""
+    """The coordinator has gone or forgotten this engine; the client joins again.  Passed once for
+    each loss.  What is known of other engines stays."""
 
 
 Update = Joined | Refused | AnyBroadcast | EventBatches | EventsLost | Coordinator
@@ -53,13 +68,17 @@ class UpdateHandler(Protocol):
     the updates.  An exception is logged once, counted and otherwise ignored."""
 
     def describe(self) -> EngineInfo | None:
-        """Return the description to join with, None while the engine is not ready."""
+        """Return the description to join with (the client sets the lease bit), None while the
+        engine is not ready; then the client asks again soon."""
         ...
 
-    def apply(self, update: Update) -> None: ...
+    def apply(self, update: Update) -> None:
+        """Apply one update."""
+        ...
 
     def scan_again(self, should_stop: Callable[[], bool]) -> None:
-        """All updates are applied: scan the tables of engines whose events were lost."""
+        """Called when all updates so far are applied: scan the tables of engines whose events were
+        lost, until ``should_stop``."""
         ...
 
     def beat(self) -> None:
@@ -79,7 +98,8 @@ class CallGuard:
         self._log_limit = LogLimit(math.inf)
 
     def call(self, method: Callable[..., T], *args: object) -> T | None:
-        """Return the result of ``method``, None if it raises."""
+        """Return the result of ``method``, None if it raises.  A kind of failure is the method's
+        name with the types of its arguments."""
         try:
             return method(*args)
         except Exception:  # any: a bug of the engine must not end the client's thread
@@ -88,5 +108,6 @@ class CallGuard:
             return None
 
     def log_failure(self, what: str, *, exc_info: bool = False) -> None:
+        """Log a failure if it is the first of its kind, which is the text before the colon."""
         if self._log_limit.allows(CoreLine.UPDATE_FAILED, what.partition(":")[0]):
             _log.line(CoreLine.UPDATE_FAILED, what, exc_info=exc_info)

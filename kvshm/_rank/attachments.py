@@ -1,7 +1,8 @@
 """The peers that one rank has attached: their slot tables and their memory, by epoch.
 
-A peer's process may hang while it is attached, so each attach has a thread of its own: when the
-peer joins (kvshm/_node/peer_list.py), or for a load.
+A peer's process may hang while it is attached, so each attach has a thread of its own.  A rank
+attaches a peer when the peer joins (kvshm/_node/peer_list.py), since an attach takes many thread
+switches in two busy processes, and for a load only if that has not happened yet.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ MAX_TRIES = 3
 
 @dataclass
 class PeerMemory:
-    """A peer's slot table and its memory, of one epoch: a generation in one holds for the other."""
+    """A peer's slot table and the memory of the same rank, of one epoch: so a generation in the
+    table holds for the bytes in the mapping."""
 
     table: PeerSlotTable
     memory: Attachment
 
     def ended(self, rank: Rank) -> bool:
+        """Whether the peer's life word or its export has ended."""
         return not self.table.is_alive(rank) or self.memory.ended
 
     def close(self) -> None:
@@ -87,18 +90,21 @@ class AttachmentCache:
         self._lock = threading.Lock()
         self._peers: dict[Epoch, PeerMemory] = {}
         self._attaching: dict[Epoch, float] = {}
+        """When the attach began."""
         self._failed: dict[Epoch, tuple[float, str]] = {}
         self._closed = False
         self._pinned: list[Collection[Epoch]] = []
         self._peer_list = _PeerListState(None)
         self._early: dict[Epoch, PeerSlotTable] = {}
-        """Tables of peers whose rank, before its first step, does not serve its memory yet."""
+        """Tables of peers whose rank does not serve its memory yet: an engine joins before its
+        ranks open the epoch, with their first step."""
         self.log_limit = LogLimit(clock=clock)
         """Limits log lines: a peer that hangs makes many loads fail, all of which are counted."""
         self.copying: set[object] = set()
         """The loads of both threads whose copies are under way."""
         self.attached: frozenset[Epoch] = frozenset()
-        """Peers that can be read at once.  Any thread; replaced, never changed."""
+        """Peers that can be read at once.  Any thread may read it.  The set is never changed, only
+        replaced, and only by a different one."""
 
     @contextmanager
     def pinned(self, peers: Collection[Epoch]) -> Iterator[None]:
@@ -112,9 +118,10 @@ class AttachmentCache:
                 self._pinned.remove(peers)
 
     def find(self, piece: Piece) -> PeerMemory | None:
-        """Return a piece's peer, or None while it is being attached, which the first call begins.
-        Raises TransportError if the peer has died or could not be attached lately, and
-        StillAttaching if the attach takes too long, or its rank serves no memory."""
+        """Return a piece's peer, or None while the peer is being attached; the first call begins
+        that.  Raises TransportError if the peer has died, or could not be attached within the last
+        FAILED_SECONDS, and StillAttaching if the attach takes too long or cannot begin, and if the
+        peer's rank serves no memory: not yet, or no more."""
         with self._lock:
             peer = self._peers.get(piece.peer_epoch)
             if peer is not None:
@@ -180,6 +187,7 @@ class AttachmentCache:
         self._attaching[epoch] = self._clock()
 
     def _attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
+        """On a thread of its own."""
         peer, reason = None, ""
         call_optional(self.transport, SupportsThreads.enter_thread)
         try:
@@ -230,8 +238,9 @@ class AttachmentCache:
     # -- leases
 
     def release(self, piece: Piece, bit: LeaseBit | int) -> None:
-        """Release the leases that a piece took, on a thread of its own if the peer is not attached.
-        Raises SegmentError and TransportError."""
+        """Release the leases that a piece took.  The table of a peer that is not attached is
+        fetched on a thread of its own; a peer that is gone needs no release.  Raises SegmentError,
+        and TransportError if no thread can be started."""
         if bit < 0 or not any(piece.taken):
             return
         with self._lock:
@@ -263,7 +272,8 @@ class AttachmentCache:
         _close_all(gone)
 
     def close(self) -> None:
-        """Unmap all peers; no load may be under way.  Idempotent."""
+        """Unmap all peers; a peer that is being attached is unmapped afterwards.  No load may be
+        under way.  Idempotent."""
         with self._lock:
             self._closed = True
             gone, self._peers = list(self._peers.values()), {}
@@ -282,7 +292,8 @@ class Tidying:
         self._log_limit = LogLimit(math.inf)
 
     def go_on(self, in_use: Callable[[], Collection[Epoch]]) -> None:
-        """Tidy if it is due; the peers ``in_use`` stay.  On the load thread.  Never raises."""
+        """Tidy if it is due; the peers ``in_use`` stay.  On the load thread.  Never raises:
+        without this thread every later load would wait for ever."""
         now = self._clock()
         if now < self._due_at:
             return
@@ -296,6 +307,7 @@ class Tidying:
 
 
 def _close_all(peers: list[PeerMemory]) -> None:
+    """Close each peer, even if closing another one raises."""
     with ExitStack() as closing:
         for peer in peers:
             closing.callback(peer.close)

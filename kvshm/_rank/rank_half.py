@@ -1,12 +1,14 @@
 """The worker rank's half of a shared cache: carries out loads on one rank.
 
-A rank owns KV memory (behind a Transport) and one load thread, which gets loads from the serving
-thread.  Neither blocks on a peer.  Per load and rank:
+A rank owns KV memory (behind a Transport) and one load thread.  The serving thread gives loads to
+the load thread and collects reports.  Neither thread blocks on a peer: each peer is attached on a
+thread of its own (kvshm/_rank/attachments.py).  Per load and rank:
 
     attach the peer's memory (once per epoch)  ->  copy  ->  RE-CHECK the slots  ->
     (KVSHM_VERIFY: compare checksums)  ->  last rank releases the leases  ->  report
 
-The order is the protocol (docs/protocol.md).
+The order is the protocol (docs/protocol.md): a block counts only if its slot's generation
+and the exporter's life word are unchanged *after* its last byte was copied.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ STUCK_SECONDS = 30.0
 _CLOSE, _LOOK = "close", "look"
 """What the load thread gets besides loads."""
 MAX_COUNTED_SECONDS = 0.1
-"""How much of a longer pause between two polls of such a copy counts."""
+"""Of a longer pause between two polls of such a copy only so much counts."""
 
 
 class RankHalf:
@@ -69,6 +71,7 @@ class RankHalf:
         TransportError if no thread can be started."""
         self._segments = segments
         self.transport = transport
+        """The memory behind it."""
         self._verify = verify
         self._clock = clock
         self.failed = ""
@@ -90,13 +93,18 @@ class RankHalf:
         guard_forks(self)
 
     def attached(self) -> frozenset[Epoch]:
-        """The peers whose memory this rank has mapped; some may have ended.  Any thread."""
+        """The peers whose memory this rank has mapped: a load from them begins at once.  A peer
+        may have ended since; loads from it fail.  Any thread; does not block."""
         return self._attachments.attached
 
     def open_epoch(self, epoch: Epoch) -> None:
-        """Export own memory under the engine's ``epoch`` and then set the rank's life word, before
-        which no lease succeeds.  Blocks for FETCH_SECONDS at most.  Raises SegmentError or
-        TransportError, for which ``failed`` gives the reason."""
+        """Export own memory under the engine's ``epoch`` and set the rank's life word.
+
+        The life word is set last: before that, no lease on this engine's blocks succeeds.  Blocks
+        until the engine has handed out its table, FETCH_SECONDS at most.  Raises SegmentError or
+        TransportError; the rank exports nothing then, and ``failed`` gives the reason until an
+        epoch is opened.
+        """
         self.end_epoch()
         try:
             self.table = self._export(epoch)
@@ -154,6 +162,7 @@ class RankHalf:
             table.counters.add(LOADS_STARTED, 1)
 
     def _launched_work(self) -> object | None:
+        """What the model has launched, for the copies that wait for it."""
         return call_optional(self.transport, SupportsLaunchedWork.note_launched).result
 
     def carries_out(self, load_id: LoadId) -> bool:
@@ -161,8 +170,9 @@ class RankHalf:
         return load_id in self._begun
 
     def cancel(self, load_id: LoadId) -> None:
-        """Have a load begun by ``begin_load`` end early; ``poll`` reports it.  Does not block.
-        Raises TransportError if the load thread has ended and no other can be started."""
+        """Have a load begun by ``begin_load`` end early; ``poll`` reports all its blocks as bad.
+        Does not block.  Nothing happens if it has been reported.  Raises TransportError if the
+        load thread has ended and no other can be started."""
         if (load := self._begun.get(load_id)) is not None:
             load.cancel()
             if load.take():  # the load thread has not begun it, and may hang in the copy of another
@@ -177,8 +187,9 @@ class RankHalf:
         """Carry out loads on the calling thread, which runs the model on their blocks next.
 
         Blocks for ``patience`` seconds at most, for all loads together, and then until none of
-        their copies can write over what the model computes.  What has not ended is reported as
-        lost.  Raises MemoryInUse if a copy cannot be stopped: the model must not run.
+        their copies can write over what the model computes: for the copy of a few megabytes, or
+        of one block, at most.  Loads that have not ended by then are reported as lost.  Raises
+        MemoryInUse if a copy cannot be stopped: the model must not run.
         """
         table = self.table
         launched = self._launched_work()
@@ -220,11 +231,12 @@ class RankHalf:
 
     def release_memory(self, patience: float) -> int:
         """Own memory is about to be unmapped: end the epoch and all loads, and let no peer attach
-        it.
+        it until the next epoch.
 
-        Returns when peers have unmapped it, after ``patience`` seconds at most: how many mappings
-        they still have, 0 if the transport cannot tell.  Raises MemoryInUse if a copy cannot be
-        stopped: the memory must stay.
+        Returns when nothing here reads or writes it any more and peers have unmapped it, for which
+        it waits up to ``patience`` seconds; returns how many mappings peers still have, 0 if the
+        transport cannot tell.  Raises MemoryInUse if a copy cannot be stopped: the memory must
+        stay.  ``poll`` returns the reports of the loads.
         """
         self.end_epoch()
         withdrawn = call_optional(self.transport, SupportsWithdraw.withdraw)
@@ -243,7 +255,8 @@ class RankHalf:
         return len(self._reports) >= self._unreported and not self._attachments.copying
 
     def _abandon(self, load: RankLoad) -> None:
-        """Wait until no copy of the load writes any more, over what the model computes."""
+        """Wait until no copy of the load writes any more.  A copy that goes on writing would
+        overwrite what the model computes in these blocks, now or for a later request."""
         self._wait_until(load.abandon)
 
     def _wait_until(self, stopped: Callable[[], bool]) -> None:
@@ -263,8 +276,8 @@ class RankHalf:
             time.sleep(STEP_POLL_SECONDS)
 
     def poll(self, linger: float = 0.0) -> list[LoadReport]:
-        """Return the reports since the last call.  Blocks until all loads have ended, for
-        ``linger`` seconds at most."""
+        """Return the reports of the loads that have ended since the last call.  Blocks until all
+        loads have ended, for ``linger`` seconds at most."""
         until = self._clock() + linger
         while len(self._reports) < self._unreported and self._clock() < until:
             time.sleep(STEP_POLL_SECONDS)
@@ -286,7 +299,8 @@ class RankHalf:
             self.table.loops.set_pending(self._loop, self._unreported)
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
-        """KVSHM_VERIFY: record the checksums of own blocks before they are published.  Blocks."""
+        """KVSHM_VERIFY: record the checksums of own blocks that were just computed, before
+        they are published.  Blocks while they are hashed."""
         table = self.table
         if table is None or not self._verify or not blocks:
             return
@@ -312,6 +326,7 @@ class RankHalf:
 
     @property
     def _loop(self) -> int:
+        """The load thread's number among the engine's loops."""
         return FIRST_LOAD_THREAD + self._attachments.rank
 
     def _start_thread(self) -> threading.Thread:
@@ -331,7 +346,8 @@ class RankHalf:
         self._attachments.close()
 
     def _go_round(self, active: list[RankLoad]) -> list[RankLoad]:
-        """Wait for something to do, and do it: a frame of its own, which keeps no ended load."""
+        """Wait for something to do, and do it.  Returns the loads that go on: a separate frame, so
+        that nothing keeps those that have ended."""
         # Nothing is polled that tells of its end: the thread that runs the model needs the
         # interpreter.
         pause = POLL_SECONDS if any(load.polled for load in active) else TIDY_SECONDS
@@ -356,9 +372,11 @@ class RankHalf:
         return arrived
 
     def _wake(self) -> None:
+        """Have the load thread look at its loads.  Any thread."""
         self._loads.put(_LOOK)
 
     def _went_round(self) -> None:
+        """Show tools that this thread is not stuck."""
         if (table := self.table) is not None:
             with suppress(KvshmError, ValueError):  # its epoch has just ended
                 table.loops.went_round(self._loop)

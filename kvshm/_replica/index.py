@@ -1,9 +1,13 @@
 """The replica index of an engine: which blocks of which engines hold which prefix.
 
-The scheduler's process writes; lookups there and elsewhere (kvshm/_replica/index_reader.py) run
-concurrently, without a lock.  Events may be lost, repeated or out of order: a private tombstone per
-block records the highest generation heard of, so that old events change nothing.  A full segment is
-replaced by a larger one; without memory for that, new entries are refused.
+An engine writes its own replica, in its scheduler process.  Lookups there and in other processes
+(kvshm/_replica/index_reader.py) run concurrently with the writer, without a lock.  A thread that
+must not wait leaves its work to the writer (``forget``, ``close``).  Events may be lost,
+repeated or out of order: a private tombstone per block of each engine records the highest
+generation heard of and whether it was retracted, so that old events change nothing.
+
+When the segment is full, a larger one is built and takes its place; without memory for that, new
+entries are refused.
 """
 
 from __future__ import annotations
@@ -69,8 +73,9 @@ class StaleRecords(NamedTuple):
 
 
 class Replica(ReplicaReader):
-    """The replica as its owner writes it: one thread at a time, under a lock that lookups do not
-    take.  After ``close`` writes are dropped, since an engine's threads end independently."""
+    """The replica as its owner writes it.  A lock lets one thread write at a time; lookups take no
+    lock.  After ``close`` writes are dropped without an error, since the threads of an engine end
+    independently."""
 
     stale_records: deque[StaleRecords]
     """Records given to ``forget`` that the writer has yet to remove.  They leave the queue after
@@ -89,7 +94,8 @@ class Replica(ReplicaReader):
 
     @classmethod
     def create(cls, namespace: str, engine: str | int, epoch: Epoch, capacity: int) -> Replica:
-        """Create an empty replica for ``capacity`` entries, rounded up.  Raises SegmentTooSmall."""
+        """Create an empty replica for ``capacity`` entries, rounded up to a power of two.  Raises
+        SegmentTooSmall."""
         header = Header(INDEX_MAGIC, INDEX_HEADER_BYTES, epoch, os.getpid())
         name = str(SegmentName(namespace, INDEX_KIND, str(engine), epoch))
         rounded = 1 << (max(capacity, MIN_CAPACITY) - 1).bit_length()
@@ -137,14 +143,16 @@ class Replica(ReplicaReader):
     # -- entries
 
     def apply(self, row: int, records: bytes) -> ApplyResult:
-        """Apply an ordered batch of one engine's events, without old ones and those of an unknown
-        row.  Raises IndexError for an unknown block and ValueError for an incomplete record, both
-        before anything is applied."""
+        """Apply an ordered batch of one engine's events.  Events that are not newer than the
+        tombstones are ignored, and so are events of an unknown row.  A full index grows; if it
+        cannot, publishes are refused.  Raises IndexError for a block that the engine does not have
+        and ValueError for an incomplete record, both before anything is applied."""
         return self.apply_all([(row, records)])
 
     def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> ApplyResult:
-        """The same for batches of several engines, each with its row.  After an exception the
-        batches before the failed one are applied, and may be applied again."""
+        """The same for batches of several engines, each with its row; releases the GIL once for all
+        of them.  After an exception the batches before the failed one are applied, and may be
+        applied again."""
         try:  # as in _exclusive, which costs several times as much: this is the most frequent call
             with self._lock:
                 heard = {} if self._segment.closed else self._tombstones
@@ -158,25 +166,30 @@ class Replica(ReplicaReader):
         return applied._replace(ignored=applied.ignored + unknown // RECORD_BYTES)
 
     def forget(self, row: int, epoch: Epoch, records: bytes) -> None:
-        """Remove packed records that a lease or copy showed to be stale, unless another engine has
-        the row by now.  Never waits: a thread that is writing removes them before it returns."""
+        """Remove packed records that a lease or copy showed to be stale, as if their retracts (lost
+        or still on their way) had arrived; unless another engine has the row by now.  Never waits:
+        if another thread is writing, that thread removes them before it returns."""
         self.stale_records.append(StaleRecords(row, epoch, records))
         self._run_pending()
 
     def tombstones(self, row: int) -> bytes:
-        """Return a copy of a row's tombstones, for ``resync``, before a scan.  Raises IndexFull."""
+        """Return a copy of a row's tombstones, for ``resync``: call it before a scan of that
+        engine's table begins.  Raises IndexFull without memory for the copy and the scan."""
         with self._exclusive():
             heard = self._tombstones.get(row, b"")
             _check_memory(self.name, len(heard) * _SCANNED_BYTES, "a scan of a table")
             return bytes(heard)
 
     def resync(self, row: int, before: bytes, scanned: bytes) -> ApplyResult:
-        """Make a row agree with a scan of its engine's table: what is published in ``before`` and
-        missing in the scan goes, unless a newer event has come.  Raises as ``apply`` does."""
+        """Make a row agree with a scan of its engine's table.  A block that is published in
+        ``before`` and missing in the scan has left READY, since words change before events are
+        sent: its entry is removed, unless a newer event has arrived meanwhile.  Raises as ``apply``
+        does."""
         return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
     def close(self) -> None:
-        """Unmap; idempotent.  Never waits: a thread that is writing unmaps before it returns."""
+        """Unmap.  Idempotent.  Never waits: if another thread is writing, that thread unmaps the
+        segment before it returns."""
         self._ending = True
         self._run_pending()
 
@@ -192,7 +205,8 @@ class Replica(ReplicaReader):
             self._run_pending()
 
     def _run_pending(self) -> None:
-        """Do what was requested, unless another thread is writing: that one does it then."""
+        """Do what was requested, unless another thread is writing: that thread calls this method
+        after its write and finds all earlier requests."""
         while (self.stale_records or self._ending) and self._lock.acquire(blocking=False):
             try:
                 if self._do_pending():
@@ -258,7 +272,8 @@ class Replica(ReplicaReader):
 
 
 def _new_segment(name: str, capacity: int, header: Header) -> Segment:
-    """Create an empty, valid index; whoever maps it early finds fewer entries."""
+    """Create an empty, valid index.  A process that maps it before the smaller index was copied
+    into it finds fewer entries."""
     segment = Segment.create(name, index_bytes(capacity))
     _native.store(segment.buffer, CAPACITY_OFFSET, capacity)
     write_header(segment, header)

@@ -6,6 +6,9 @@
       | -- {"kind": "slots", "epoch": e} ------>  |  finds it, or gives a reason
       | <-- {"found": true} + descriptors ------  |  closes its own copies
       | === left open ==========================  |  its end tells each side that the other has gone
+
+Slot tables and replicas (kvshm/_node/segment_server.py) and the KV memory of ranks (the transports)
+are asked for in this way.  kvshm/_shm/fds.py carries the messages.
 """
 
 from __future__ import annotations
@@ -35,9 +38,12 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: int
     """In which it is valid, or the id of an export.  Never 0."""
     writable: bool = False
+    """Whether the client will write to it."""
     number: int = 0
+    """Which one, if there are several."""
 
     def encode(self) -> bytes:
+        """Return the request as sent."""
         return msgspec.msgpack.encode(self)
 
 
@@ -73,6 +79,7 @@ class DescriptorServer:
 
     @property
     def connections(self) -> int:
+        """How many clients are connected.  Any thread."""
         return self._server.connections
 
     def _answer(self, packed: bytes) -> tuple[bytes, Sequence[int]]:
@@ -105,9 +112,10 @@ def _nothing(wanted: Request) -> Sequence[int]:
 
 
 def ask(path: str | Path, wanted: Request, timeout: float) -> tuple[list[int], socket.socket]:
-    """Ask the server at ``path``; return the descriptors, and the connection to leave open while
-    they are in use.  Blocks, each step for ``timeout`` seconds at most.  Raises StaleAttachment if
-    the server has no such thing, else TransportError."""
+    """Ask the server at ``path``.  Return the descriptors, and the connection to leave open while
+    they are in use; the caller closes all of them.  Blocks, each step for ``timeout`` seconds at
+    most.  Raises StaleAttachment if the server has no such thing, and TransportError if there is no
+    reply, or none that can be used."""
     packed, fds, connection = fetch_keep_open(path, wanted.encode(), timeout)
     try:
         return read_reply(packed, fds, os.fspath(path)), connection
@@ -117,7 +125,8 @@ def ask(path: str | Path, wanted: Request, timeout: float) -> tuple[list[int], s
 
 
 def read_reply(packed: bytes, fds: list[int], what: str) -> list[int]:
-    """Return the descriptors of a reply.  Raises as ``ask`` does, after it has closed them."""
+    """Return the descriptors of a reply.  Raises StaleAttachment and TransportError as ``ask``
+    does, after it has closed them."""
     try:
         reply = _reply_decoder.decode(packed)
     except UNDECODABLE as exc:

@@ -94,13 +94,15 @@ class _Clients:
         """Their pids, in the order of their answers."""
 
     def add(self, client: socket.socket) -> socket.socket | None:
-        """Wait for a client's request.  Returns the one to remove if there are too many."""
+        """Wait for the request of a client.  Returns the one that waits longest if there are too
+        many: the caller removes it."""
         many = len(self.deadlines) >= MAX_CLIENTS
         longest = next(iter(self.deadlines)) if many else None
         self.deadlines[client] = time.monotonic() + self._timeout
         return longest
 
     def silent(self, now: float) -> list[socket.socket]:
+        """Return those that have not asked in time."""
         return [client for client, deadline in self.deadlines.items() if deadline <= now]
 
     def answered(self, client: socket.socket) -> Iterator[socket.socket]:
@@ -113,10 +115,12 @@ class _Clients:
             yield next(kept for kept, pid in self.kept.items() if pid == greediest)
 
     def remove(self, client: socket.socket) -> None:
+        """The client is about to be closed."""
         self.deadlines.pop(client, None)
         self.kept.pop(client, None)
 
     def close(self) -> None:
+        """Close all."""
         for client in (*self.deadlines, *self.kept):
             client.close()
         self.deadlines.clear()
@@ -126,9 +130,11 @@ class _Clients:
 class FdServer:
     """Answers ``fetch`` at ``path`` on a daemon thread of its own until ``close``.
 
-    Of more than 64 waiting peers the one that waits longest is dropped.  After the reply, a bounded
-    number of peers stay connected until they close or send more.  A socket that was removed is made
-    again within CHECK_SECONDS.
+    A peer has ``client_timeout`` seconds to send its request, and of more than 64 waiting peers
+    the one that waits longest is dropped: a silent, slow or dying peer costs other peers nothing.
+    After the reply, a bounded number of peers stay connected until they close or send more.  A
+    socket that was removed or replaced is made again within CHECK_SECONDS.  A forked child keeps no
+    part of the server.
     """
 
     def __init__(
@@ -139,8 +145,9 @@ class FdServer:
         max_kept: int | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """``max_kept`` replaces the module's bounds; ``sent`` is called on the server's thread
-        after each answer.  Raises TransportError, naming what is missing."""
+        """Listen at ``path``.  ``max_kept`` replaces the module's bounds; ``sent`` is called on the
+        server's thread when an answer was sent, or could not be.  Raises TransportError: path too
+        long, in use or not writable; no descriptors or threads left."""
         self.path = os.fspath(path)
         self._answer = answer
         self._sent = sent
@@ -170,7 +177,8 @@ class FdServer:
 
     @property
     def connections(self) -> int:
-        """How many peers are connected, with or without an answer.  Any thread."""
+        """How many peers are connected: those that wait for an answer, and those that have one and
+        stay.  Any thread."""
         return len(self._clients.deadlines) + len(self._clients.kept)
 
     def close(self) -> None:
@@ -193,7 +201,8 @@ class FdServer:
         self._clients.close()
 
     def forget_in_child(self) -> None:
-        """Close the inherited sockets, and leave the path alone."""
+        """In a forked child, which has no server thread: close the inherited sockets, so that they
+        end with the parent, and leave the path alone."""
         self._closed = True
         self._close_sockets()
 

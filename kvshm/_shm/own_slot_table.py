@@ -1,5 +1,9 @@
-"""An engine's own slot table: one type for each role, so that a type checker refuses what the role
-must not do.  docs/protocol.md draws the protocol, core.c describes its memory order."""
+"""An engine's own slot table, as its scheduler and its worker ranks use it.
+
+Each role has a type, so that a type checker refuses what the role must not do;
+kvshm/_shm/slot_table.py has the types for other engines' tables.  docs/protocol.md draws the
+protocol, core.c describes its memory order.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,7 @@ class TableSpec:
     engine: str
     num_blocks: int
     block_size: int
+    """Tokens per hash."""
     num_ranks: int
     fingerprint: Fingerprint
     model: str = ""
@@ -79,6 +84,7 @@ class TableSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the segment."""
         return table_bytes(self.num_blocks, self.num_ranks)
 
     def write(self, segment: Segment, created_ns: int) -> None:
@@ -99,6 +105,7 @@ class EngineSlotTable(SlotTableView):
     counters: Counters
     histograms: Histograms
     _ticks: Clock = staticmethod(time.monotonic_ns)
+    """Nanoseconds of CLOCK_MONOTONIC."""
 
     def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
         super().__init__(segment, header)
@@ -110,8 +117,10 @@ class EngineSlotTable(SlotTableView):
         self._pulse: object = None
 
     def begin_pulse(self, rank: int | None) -> None:
-        """Have the kernel mark a pulse of the table when this process dies, or this object is
-        freed.  ``rank``: None for the owner.  Raises SegmentError if that is not allowed."""
+        """Have the kernel mark a pulse of the table when this process dies.  ``rank``: the rank
+        whose process this is; None: this is the owner.  The process also counts as dead once this
+        object is closed or freed.  Raises SegmentError if the kernel or the limits of the process
+        do not allow that."""
         if rank is not None:
             self._life_offset(rank)
         offset = PULSES_OFFSET + 8 * (0 if rank is None else 1 + rank)
@@ -129,7 +138,8 @@ class EngineSlotTable(SlotTableView):
             self._store(self._life_offset(ended), 0)
 
     def log_error(self, *about: str, code: ErrorCode = ErrorCode.OTHER) -> None:
-        """Record an error for tools.  ``about``: what the places of the code's text stand for."""
+        """Record an error for tools, which can read it even after this process has ended.
+        ``about``: what the places of the code's text stand for."""
         self._errors.add(code, about, self._clock())
 
     def close(self) -> None:
@@ -144,16 +154,19 @@ class RankSlotTable(EngineSlotTable):
     """The engine's own slot table, for its worker ranks."""
 
     def set_life(self, rank: int) -> None:
-        """State, as the rank itself, that its KV memory is exported and matches the table."""
+        """State that the rank's KV memory is exported and matches the table.  Only the rank itself
+        calls this."""
         self._store(self._life_offset(rank), self.epoch)
 
     def set_checksum(self, rank: Rank, block_id: int, checksum: int) -> None:
-        """Store the checksum of the rank's part of a block, before it is published."""
+        """Store the checksum of the rank's part of a block, before the block is published.  Only
+        the rank itself calls this."""
         self._store(self._checksum_offset(rank, block_id), checksum)
 
     def finish_ticket(self, ticket: int) -> bool:
-        """State, once per rank, that a rank has finished the load with this ticket.  True for the
-        last rank, which then releases the leases.  IndexError without such a ticket."""
+        """State that a rank has finished the load that took this ticket; once per rank.  True for
+        the last rank, which then releases the leases.  IndexError for a ticket that does not
+        exist."""
         while left := self._load(_ticket(ticket)):
             if _native.compare_exchange(self._segment.buffer, _ticket(ticket), left, left - 1):
                 return left == 1
@@ -177,7 +190,8 @@ class OwnSlotTable(EngineSlotTable):
     def create(
         cls, spec: TableSpec, epoch: Epoch, pid: int | None = None, clock: Clock = time.time_ns
     ) -> Self:
-        """Create a new epoch's table.  ``pid``: for people.  Raises SegmentTooSmall."""
+        """Create the table of a new epoch: every slot EMPTY, every life word 0.  ``pid``: the
+        owner's pid, for people (default: this process).  Raises SegmentTooSmall."""
         name = str(SegmentName(spec.namespace, TABLE_KIND, spec.engine, epoch))
         segment = Segment.create(name, spec.nbytes)
         spec.write(segment, clock())
@@ -189,30 +203,34 @@ class OwnSlotTable(EngineSlotTable):
         return table
 
     def publish(self, records: bytes, parents: bytes) -> bytes:
-        """Make blocks readable.  ``parents``: for each the first 8 bytes of the hash before it; 0
-        for the first of a chain.  Returns the event to send: records of the blocks that are READY
-        now.  A slot that is not EMPTY is not changed."""
+        """Make blocks readable by other engines.  ``parents``: for each block the first 8 bytes of
+        the hash of the block before it; 0 for the first block of a chain.  Returns the records of
+        the blocks that are READY now, with their generations: the event to send.  A slot that is
+        not EMPTY is not changed."""
         return _native.publish(self._segment.buffer, records, parents, self._age_ms())
 
     def publish_marked(
         self, marks: bytearray, pool: Sequence[Any], runs: list[_Run]
     ) -> tuple[bytes, list[_Run]]:
-        """Publish those blocks of ``runs`` (``engine.marks.Run``) whose hash in ``pool`` is that of
-        the run's chain; counts them as PUBLISHED.  Returns the event to send, and the runs with
-        blocks that have no hash yet or are still draining."""
+        """Publish the blocks of ``runs`` (``engine.marks.Run``), each if ``pool`` gives the block
+        the hash that its run's chain has for it, in the group that ``pool`` gives.  Adds the number
+        of published blocks to the counter PUBLISHED.  Returns the event to send, and the runs with
+        blocks that have no hash yet or a slot that is still draining."""
         buffer = self._segment.buffer
         return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.offset)
 
     def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
-        """Withdraw blocks: none of them can be leased from then on.  Returns the event to send, and
-        the blocks that are still leased; all others may be reused at once."""
+        """Withdraw blocks: none of them can be leased from then on.  Returns the event to send
+        (RETRACT records of the blocks that were READY) and the blocks that are still leased; all
+        others may be reused at once."""
         return _native.retract(self._segment.buffer, blocks)
 
     def retract_marked(
         self, marks: bytearray, blocks: Sequence[Any]
     ) -> tuple[bytes, list[BlockId]]:
-        """``retract`` those ``blocks`` (ids, or blocks of the pool) that ``marks`` calls published;
-        counts them as RETRACTED, and clears the marks of all."""
+        """Withdraw those ``blocks`` (ids, or blocks of the pool) that are published according to
+        ``marks`` (``engine.marks.Marks``).  Adds their number to the counter RETRACTED, clears the
+        marks of all ``blocks``, and returns what ``retract`` returns."""
         return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.offset)
 
     def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
@@ -221,7 +239,8 @@ class OwnSlotTable(EngineSlotTable):
         return _native.drain(self._segment.buffer, blocks, slow)
 
     def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
-        """Free retracted blocks.  Returns how many were draining, and the overridden bits."""
+        """Free retracted blocks even if they are leased; all may be reused afterwards.  Returns how
+        many were still draining, and the lease bits that were overridden, as a mask."""
         return _native.force(self._segment.buffer, blocks)
 
     def reset(self) -> int:
@@ -246,17 +265,20 @@ class OwnSlotTable(EngineSlotTable):
     # -- the owner as an importer
 
     def count_lease_batch(self) -> None:
-        """Count a batch of leases: exporters see by it that this importer goes on."""
+        """Count a batch of leases on other engines' blocks in the header's ``leases_taken``, by
+        which exporters see that this importer goes on.  The counter LEASES_TAKEN counts leases."""
         self._store(LEASES_TAKEN_OFFSET, self.leases_taken + 1)
 
     def set_lease_bit(self, bit: LeaseBit) -> None:
-        """Record which lease bit the owner uses in other engines' slots; NO_LEASE_BIT if none."""
+        """Record in the header which lease bit the owner uses in other engines' slots;
+        NO_LEASE_BIT if it has none."""
         if not -1 <= bit < NUM_LEASE_BITS:
             raise IndexError(f"there is no lease bit {bit}")
         self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
 
     def generations(self, blocks: Sequence[BlockId]) -> list[Generation]:
-        """The generations of these blocks, up to the first that is not READY."""
+        """The generations of these blocks, up to the first that is not READY.  IndexError for a
+        block that does not exist."""
         load, buffer, ready = _native.load, self._segment.buffer, int(SlotState.READY)
         found = []
         for block in blocks:
@@ -273,7 +295,8 @@ class OwnSlotTable(EngineSlotTable):
         return self._hold(records, seconds)
 
     def keeps_blocks(self) -> bool:
-        """Whether a hold, or a lease that was taken lately, may be in force."""
+        """Whether a hold, or a lease that was taken lately, may be in force.  Resets the word that
+        says so once the last one has ended."""
         if not (until := self.kept_until):
             return False
         if self.seconds_left(until):
@@ -282,7 +305,8 @@ class OwnSlotTable(EngineSlotTable):
         return False
 
     def kept(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Those of these blocks that are leased or held.  IndexError for an unknown one."""
+        """Those of these blocks that are leased or held.  IndexError for one that does not
+        exist."""
         if not self.keeps_blocks():
             return []
         load, buffer, now = _native.load, self._segment.buffer, self.now
@@ -304,8 +328,10 @@ class OwnSlotTable(EngineSlotTable):
         return PeerSlotTable(self._segment, self._header)
 
     def take_ticket(self, ranks: int) -> int | None:
-        """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.  Returns
-        the number of its ticket, the word that counts them; None if all are in use."""
+        """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.  A
+        ticket is a word of the header that counts the ranks still at work on one load.  Returns its
+        number, or None if all are in use.  Tickets are used in turn, so that a freed ticket is not
+        reused at once."""
         if not 0 < ranks <= MAX_RANKS:
             raise ValueError(f"a load of {ranks} ranks")
         first = self._next_ticket
@@ -319,6 +345,7 @@ class OwnSlotTable(EngineSlotTable):
         return None
 
     def _age_ms(self) -> int:
+        """Milliseconds since the table was created."""
         return min(self._age_ns() // 1_000_000, _MAX_MS)
 
 

@@ -29,7 +29,8 @@ class Rows:
     def __init__(
         self, identity: Identity, num_rows: int, row_bytes: int, config: Config | None
     ) -> None:
-        """Rows of equal size in all engines that are to share."""
+        """Rows of equal size, in all engines that are to share: the size is a part of the
+        fingerprint."""
         self._row_bytes = row_bytes
         config = replace(config or Config.from_env(os.environ), min_prefix_tokens=0)
         self._memory = allocate(num_rows * row_bytes, config)
@@ -46,7 +47,7 @@ class Rows:
             raise
 
     def publish(self, row: int, key: bytes, *parts: bytes) -> None:
-        """Write the row and publish it, once its last contents are not read any more."""
+        """Write the row and publish it, once no process reads what it held."""
         self.node.retract([row])
         begin = row * self._row_bytes
         for part in parts:

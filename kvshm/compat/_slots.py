@@ -1,6 +1,7 @@
 """Masks and slot mappings as vLLM and LMCache write them: one entry for each token.
 
-The slot of a token is ``block id * block_size + place in the block``; whole blocks, in order.
+The slot of a token is ``block id * block_size + place in the block``.  kvshm copies whole blocks,
+in place, so a slot mapping is right if it addresses whole own blocks in order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .._api.arguments import checked_seconds
 from ..api import MisuseError, Node
 
 Extra = bytes | Mapping[int, bytes]
+"""As ``Node.keys`` takes it."""
 
 
 class MaskError(MisuseError):
@@ -66,8 +68,10 @@ def deadline(timeout: float | None) -> float:
 
 
 def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, int]]:
-    """Return the runs (first block, behind the last block) of full blocks whose tokens are True in
-    ``mask`` (None: all are).  Raises MaskError unless all tokens of a full block are equal."""
+    """Return the runs (first block, behind the last block) of full blocks whose tokens are all
+    True in ``mask`` (None: all are).  The tokens behind the last full block do not count.  Raises
+    MaskError unless there is one value for each token and all tokens of a full block are equal.
+    """
     values = [True] * num_tokens if mask is None else listed("mask", mask, MaskError, truth)
     if len(values) != num_tokens:
         raise MaskError(f"mask has {len(values)} values for {num_tokens} tokens: give one for each")
@@ -87,7 +91,8 @@ def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, 
 
 
 def region_of_interest(roi: Any, num_tokens: int) -> int:
-    """Return how many tokens from the first one on ``roi`` marks (None: all).  Raises MaskError."""
+    """Return how many tokens from the first one on ``roi`` marks (None: all).  Raises MaskError if
+    it marks others: the KV of a token depends on every token before it."""
     values: list[bool] = [True] * num_tokens
     if roi is not None:
         values = listed("roi", roi, MaskError, truth)
@@ -121,6 +126,7 @@ def blocks_at(slot_mapping: Any, begin: int, end: int, block_size: int) -> list[
 
 
 def refuse_doubles(blocks: Sequence[int]) -> None:
+    """Raises SlotMappingError if a block is named twice."""
     if doubles := {block for block, count in Counter(blocks).items() if count > 1}:
         raise SlotMappingError(
             f"slot mappings address blocks {sorted(doubles)} more than once: a block has the KV of "

@@ -2,9 +2,10 @@
 
 Each end has ``slots`` rows for what it sends and as many for what it has received.  Message i is
 published under a key made of the pipe's name and i; the other end loads it and publishes its own
-copy under a second key, which says that it was taken.  So a receiver gets all messages, in order,
-once.  One more row of the sender has a key for the last message: no process reads it, but the
-receiver holds it, which is known for an hour, also when the receiver has ended.
+copy under a second key, which says that it was taken.  So a sender never overwrites a message that
+no receiver has taken, and a receiver gets all of them, in order, once.  One more row of the sender
+has a key for the last message.  That row is never read, but the receiver holds it once it has taken
+the message: that is known for an hour, also when the receiver has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["KVPipe", "PipeTimeout"]
 
 _HEAD = struct.Struct("<II")
 _SLICE_SECONDS = 0.05
-"""How soon a call that waits notices that its end is being closed."""
+"""So soon a call that waits notices that its end is being closed."""
 _HOLD_SECONDS = 3600.0
 _HALF_FLOAT, _AS_RECEIVED = "e", "H"
 """No memoryview of Python 3.11 can be made of 16-bit floats."""
@@ -36,7 +37,8 @@ T = TypeVar("T")
 
 
 class PipeTimeout(KvshmError):
-    """The other end did not send, or did not take, in time, or this end has not joined."""
+    """The other end did not send, or did not take, in time: it is slow, or it has ended.  Or this
+    end has not joined, as the message says."""
 
 
 class KVPipe:
@@ -73,7 +75,8 @@ class KVPipe:
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
         """Send a C-contiguous object with the buffer protocol (of a torch tensor, ``.numpy()``), or
         None.  Returns when it can be received; blocks while ``slots`` messages are not taken, and
-        until this end has joined.  Raises PipeTimeout, and MisuseError for what does not fit."""
+        until this end has joined.  Raises PipeTimeout, and MisuseError for what does not fit or has
+        a format that a memoryview cannot have."""
         what, data = _packed(tensor)
         if (needed := _HEAD.size + len(what) + len(data)) > self._bytes:
             raise MisuseError(
@@ -132,6 +135,7 @@ class KVPipe:
         )
 
     def _is_all_taken(self, seconds: float) -> bool:
+        """Whether the other end has taken all that was sent, perhaps before it ended."""
         ended = not self._rows.node.stats()["peers"] and self._rows.node.kept([self._mark])
         return bool(ended) or self._taken(self._sent - 1, seconds)
 
@@ -143,8 +147,9 @@ class KVPipe:
         return hashlib.sha256(f"{self._name}\0{end}\0{what}\0{number}".encode()).digest()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Wait ``timeout`` seconds until the other end has taken what was sent, and end the pipe;
-        return whether it has.  Waiting and later calls raise MisuseError.  Idempotent."""
+        """Wait until the other end has taken what was sent, for ``timeout`` seconds, and end the
+        pipe; return whether it has.  What was not taken is lost.  Calls that another thread waits
+        in raise MisuseError, as all later ones.  Idempotent."""
         until = deadline(timeout)
         self._closing = True
         with self._sending, self._receiving:
@@ -182,6 +187,7 @@ def _unpacked(message: bytes) -> memoryview | None:
 
 
 def _made(data: bytes | memoryview, code: Any, shape: Sequence[int]) -> memoryview:
+    """A tensor of these bytes."""
     if 0 not in shape:
         return memoryview(data).cast(code, [*shape])
     one = [1, *shape[1:]]  # cast makes none without items

@@ -1,13 +1,15 @@
 """The lookup buffer of vLLM V0, on a Node: one process inserts prefixes, another selects them.
 
-The KV of a prefix stays in the blocks in which its engine computed it, and is read there.  Its
-tokens and hidden states are in a row of memory that the buffer joins with as a second Node, under
-the key of the prefix's last block:
+The KV of a prefix stays in the blocks in which its engine computed it, and is read there.  What
+blocks cannot hold, the prefix's tokens and its hidden states, is in a row of memory that the buffer
+joins with as a second Node, under the key of the prefix's last block:
 
     Node of the engine    block | block | block | last, perhaps not full
                            key     key     key     key
                                                     |
     Node of the buffer                             row: tokens, hidden states
+
+Both are published, leased and re-checked alike; a row is of use only with all of its blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Selected(NamedTuple):
     roi: list[bool] | None
     """True for each of ``tokens``: their KV is in the slots."""
     hidden: bytes | None
-    """The bytes that were inserted, only if ``tokens`` are all that was."""
+    """The bytes that were inserted, only if ``tokens`` are all that was: with the KV of them all
+    the forward can be skipped."""
 
 
 NOTHING = Selected(None, None, None)
@@ -89,11 +92,12 @@ class LookupBuffer:
         return len(self._held)
 
     def insert(self, tokens: Any, roi: Any, slot_mapping: Any, hidden: Any = None) -> int:
-        """Publish the KV of the prefix that ``roi`` marks, where the slots hold it, and its hidden
-        states, a C-contiguous object with the buffer protocol; return how many tokens that were.
+        """Publish the KV of the tokens that ``roi`` marks, a prefix, where the slots hold it, and
+        their hidden states, a C-contiguous object with the buffer protocol; return how many tokens
+        that were.
 
-        Before the engine writes to its blocks, of which the last need not be full, it retracts
-        them.
+        The last block need not be full: the engine must not write to it, nor to the others, before
+        it has retracted them.  Blocks only while a process reads the row that makes room.
         """
         tokens = _marked(tokens, roi)
         keys, blocks = self._keys_and_blocks(tokens, slot_mapping)
@@ -117,10 +121,12 @@ class LookupBuffer:
     def drop_select(
         self, tokens: Any, roi: Any, slot_mapping: Any, timeout: float = 0.0
     ) -> Selected:
-        """Load the longest prefix of the tokens that ``roi`` marks which another process has,
-        into the slots; wait for all of it for ``timeout`` seconds.  ``tokens`` None: any prefix
-        for which there are slots.  The blocks are retracted first; the other process keeps the
-        prefix."""
+        """Load the longest prefix of the tokens that ``roi`` marks which another process has, into
+        the slots; wait for all of it for ``timeout`` seconds.  ``tokens`` None: any prefix that
+        another process has inserted and for which there are slots, without waiting.
+
+        The blocks that are loaded into are retracted first.  The process that inserted the prefix
+        keeps it, so several processes may select it."""
         if tokens is None:
             slots = listed("slot_mapping", slot_mapping, SlotMappingError)
             rows = (row for row in self._any_rows() if len(row) <= len(slots))
@@ -140,6 +146,7 @@ class LookupBuffer:
         return Selected(tokens, [True] * len(tokens), hidden)
 
     def _load(self, keys: list[bytes], blocks: list[int], timeout: float) -> int:
+        """Return how many blocks from the first one on are loaded."""
         found = self._node.wait_for(keys, timeout)
         if not found:
             return 0
@@ -153,6 +160,7 @@ class LookupBuffer:
         return load.good
 
     def _row(self, key: bytes) -> tuple[list[int], bytes | None] | None:
+        """Return the tokens and hidden states under ``key`` in another process."""
         with self._lock:
             row = self._rows.fetch(self._inbox, key, 0.0)
         if row is None:
@@ -163,6 +171,7 @@ class LookupBuffer:
         return tokens, row[begin : begin + num_hidden - 1] if num_hidden else None
 
     def _any_rows(self) -> Iterator[list[int]]:
+        """Yield the tokens of prefixes that other processes have inserted."""
         with Reader(self._config) as reader:
             epochs = [one.epoch for one in reader.engines() if one.model == self._model]
             keys = [block.key for epoch in epochs for block in reader.list(epoch)]

@@ -1,4 +1,5 @@
-"""The two hooks of kv-marketplace and the call by which an engine joins: a mesh is a namespace."""
+"""The two hooks of kv-marketplace and the call by which an engine joins: a mesh is a namespace, a
+prefix signature is an Identity."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def join_cache(
     mesh: str, prefix_signature: Identity, *, config: Config | None = None, **more: Any
 ) -> Node:
     """Join the engines of this machine whose namespace is ``mesh`` and whose Identity equals
-    ``prefix_signature``.  ``more``: what ``join`` takes besides.  Raises ConfigError."""
+    ``prefix_signature`` in every field.  ``more``: what ``join`` takes besides.  Raises ConfigError
+    for a ``mesh`` that cannot be a namespace."""
     config = replace(config or Config.from_env(os.environ), namespace=mesh)
     return join(prefix_signature, config=config, **more)
 
@@ -37,8 +39,9 @@ def before_prefill(
     """Load the longest prefix that other engines have, if it has ``min_prefix`` tokens.
 
     ``alloc_prefix`` is called with its length in tokens and returns own blocks for it, neither
-    published nor in use.  Returns how many tokens are loaded, and the blocks; None if nothing was
-    found.
+    published nor in use.  Returns how many tokens they hold, which is less if a load failed, and
+    the blocks; None if nothing was found: then nothing was allocated.  If the engine has to compute
+    the prompt's last token, it passes the tokens without it.
     """
     found = one_group(node).lookup(node.keys(listed("tokens", tokens), salt, extra))
     if not found or found.length * node.block_size < min_prefix:
@@ -61,8 +64,9 @@ def after_prefill(
     salt: bytes = b"",
     extra: Extra = b"",
 ) -> int:
-    """Publish the full blocks of the first ``length`` tokens (None: of all), which are computed, in
-    the prompt's own ``kv_blocks``; return how many tokens that were."""
+    """Publish the full blocks of the first ``length`` tokens (None: of all), which are computed;
+    return how many tokens that were.  ``kv_blocks`` are the prompt's own blocks, from the first
+    one on.  Before one is written or handed out again the engine retracts it."""
     tokens = listed("tokens", tokens)
     if length is not None:
         tokens = tokens[: whole("length", length, 0)]

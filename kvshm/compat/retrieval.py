@@ -1,8 +1,9 @@
 """What LMCache's engine offers, in tokens, masks and slot mappings.  Any thread; the calls block
-where the Node's do.
+where the Node's calls that they make block.
 
-These are sequences of numbers, arrays or tensors; ``salt`` and ``extra`` are those of
-``Node.keys``.  Only full blocks are shared.  The Node has one KV cache group, of full attention.
+Tokens, masks and slot mappings are sequences of numbers, arrays or tensors.  ``salt`` and ``extra``
+are those of ``Node.keys``.  Only full blocks are shared, so the tokens behind a prompt's last full
+block never are.  The Node has one KV cache group, of full attention.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Retrieval:
         self._counts = Counter[str]()
 
     def contains(self, tokens: Any, salt: bytes = b"", extra: Extra = b"") -> tuple[Place, ...]:
-        """Return where the prefix lies: this engine's own published blocks first.  A hint."""
+        """Return where the prefix lies, from its first token on: this engine's own published
+        blocks first, then those of others.  No RPC, no lease: a hint."""
         keys = self._node.keys(listed("tokens", tokens), salt, extra)
         return self._places(keys)
 
@@ -93,11 +95,12 @@ class Retrieval:
         holds its KV.
 
         ``mask`` is True for the tokens to load and False for those that the caller has, in whole
-        blocks; it may have holes.  Loading ends at the first block that no engine has: what is True
-        in the result and False in ``mask`` together is a prefix.  Slots that are not loaded into
-        keep their bytes, unless a load failed.  The blocks of the tokens to load are retracted
-        first; only ``store`` publishes them.  After ``timeout`` seconds what has not arrived counts
-        as not there.
+        blocks; it may have holes, because a block's KV depends on the tokens before it and not on
+        where they were loaded from.  Loading ends at the first block no engine has: what is True in the result and False in ``mask`` together is a prefix.  Slots that are not loaded into
+        keep their bytes, unless a load failed; those of other tokens are not looked at.  The
+        blocks of the tokens to load are retracted first, as either the load or the engine will
+        write them; only ``store`` publishes them.  Blocks until the loads have ended; after
+        ``timeout`` seconds what has not arrived counts as not there.
         """
         request = (tokens, mask, slot_mapping)
         return self.retrieve_batch([request], salt=salt, extra=extra, timeout=timeout)[0]
@@ -110,7 +113,8 @@ class Retrieval:
         extra: Extra = b"",
         timeout: float | None = None,
     ) -> list[list[bool]]:
-        """``retrieve`` of several at once.  Nothing is loaded if one of them is refused."""
+        """``retrieve`` of several (tokens, mask, slot_mapping) at once.  Nothing is loaded if one
+        of them is refused."""
         until = deadline(timeout)
         prompts = [(listed("tokens", tokens), mask, slots) for tokens, mask, slots in requests]
         asked = [self._targets(len(tokens), mask, slots) for tokens, mask, slots in prompts]
@@ -173,10 +177,11 @@ class Retrieval:
         salt: bytes = b"",
         extra: Extra = b"",
     ) -> int:
-        """Publish the full blocks in which the slots hold the tokens' KV; return how many tokens
-        others can read since.  ``mask``: as of ``retrieve``, without holes.  The KV must be
-        complete; before the engine writes a block again it calls ``clear`` or ``Node.retract``.
-        Raises CopyRefused if KV is handed over: nothing is copied at export."""
+        """Publish the full blocks in which the slots hold the tokens' KV, where they are; return
+        how many tokens others can read since.  ``mask``: as of ``retrieve``, without holes.  The KV
+        must be complete, on the device as well; before the engine writes a block again it calls
+        ``clear`` or ``Node.retract``.  Raises CopyRefused if KV is handed over: nothing is copied
+        at export."""
         if kv is not None or slot_mapping is None:
             raise CopyRefused(
                 "nothing is copied at export: store() publishes the blocks where the engine "
@@ -195,8 +200,9 @@ class Retrieval:
         return stored * self._block_size
 
     def clear(self, tokens: Any = None, slot_mapping: Any = None) -> None:
-        """Withdraw what this engine has published: the blocks of the tokens' slots, or everything
-        (a new epoch begins).  Blocks for the drain budget at most."""
+        """Withdraw what this engine has published: the blocks that the slots of the tokens
+        address, or everything (a new epoch begins).  Other engines keep their blocks.  Blocks for
+        the drain budget at most."""
         if tokens is None:
             self._node.reset()
             return
@@ -207,7 +213,8 @@ class Retrieval:
 
     def pin(self, tokens: Any, seconds: float = 60.0, salt: bytes = b"", extra: Extra = b"") -> int:
         """Ask the owners, this engine included, to hand the prefix's blocks out last for a while,
-        an hour at most; return how many tokens were found.  A hint, which ends by itself."""
+        an hour at most; return how many tokens were found.  A hint: an owner without other blocks
+        takes these.  It ends by itself and cannot be taken back, as it may be others' as well."""
         keys = self._node.keys(listed("tokens", tokens), salt, extra)
         return self._node.hold(keys, seconds) * self._block_size
 

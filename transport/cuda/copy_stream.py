@@ -35,8 +35,10 @@ PROGRAMS_EACH = 2
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
+"""Offset of the ids in a copy's memory; its stop word stands before them."""
 _PREPARED = 3
 _PREPARED_PAIRS = 8192
+"""Copies that may be under way at a time, and pairs of each, before a copy has to allocate."""
 
 
 def copy_each(
@@ -46,6 +48,7 @@ def copy_each(
     target: Sequence[BlockId],
     stream: Stream,
 ) -> None:
+    """Enqueue a copy for each fragment."""
     for row in table.rows:
         for here, there in zip(source, target, strict=True):
             read = row.source + here * row.source_stride
@@ -54,6 +57,8 @@ def copy_each(
 
 
 class _CopyBuffers:
+    """The resources of one copy: its event, its stop word and its block ids."""
+
     def __init__(self, driver: Driver, pairs: int) -> None:
         self.pairs = pairs
         with ExitStack() as undone:
@@ -62,6 +67,7 @@ class _CopyBuffers:
             self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
             undone.callback(driver.host_free, self.host)
             self.device = driver.allocate(_IDS_AT + 2 * pairs * ID_BYTES)
+            """The same as ``host``, from the moment when the copy begins on the GPU."""
             undone.pop_all()
 
     def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
@@ -79,6 +85,7 @@ class _CopyBuffers:
         return bool(self.host.view[0])
 
     def free(self, driver: Driver) -> None:
+        """Each of them, even if another one cannot be freed."""
         with ExitStack() as parts:
             parts.callback(driver.host_free, self.host)
             parts.callback(driver.free, self.device)
@@ -86,11 +93,12 @@ class _CopyBuffers:
 
 
 class LaunchedWork:
-    """What a stream had been given when this was made, which raises CudaError.  Any thread."""
+    """What a stream had been given when this was made.  Any thread."""
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
+        """Raises CudaError."""
         self.event = driver.new_event()
-        # At the end of this object; not at the interpreter's end, which needs no order.
+        # When nobody has this object any more; not at the interpreter's end, which needs no order.
         weakref.finalize(self, _free_event, driver, self.event).atexit = False
         driver.record(self.event, stream)
 
@@ -132,7 +140,7 @@ class CopyStream:
     copy could not be begun."""
 
     def __init__(self, driver: Driver, compute: Stream, programs: int = 0) -> None:
-        """``programs``: of the kernel, 0: the default for the GPU."""
+        """``programs`` of the kernel; 0: as many as the GPU is meant to have."""
         self._driver = driver
         self.compute = compute
         """The model's stream; the owner changes it when the model runs on another one."""
@@ -204,7 +212,8 @@ class CopyStream:
             self._driver.wait_event(self.stream, after.event)
 
     def _end_begun(self, buffers: _CopyBuffers) -> None:
-        """Wait for what was enqueued of a copy that failed: the caller gives its blocks away."""
+        """A copy could not be begun: wait for the part of it that was enqueued, since the caller
+        gives its blocks away."""
         buffers.stop()
         with suppress(CudaError):  # after which nothing runs here any more, and no buffers are used
             self._driver.synchronize(self.stream)
@@ -239,6 +248,7 @@ class CopyStream:
         return _CopyBuffers(self._driver, max(_PREPARED_PAIRS, 1 << (pairs - 1).bit_length()))
 
     def finish_ended(self) -> None:
+        """Set the state of the copies that have ended, and call their ``ended``."""
         with self._lock:
             ended = [copy for copy in self._pending if self._finish(copy)]
             self._pending = [copy for copy in self._pending if copy.state is CopyState.PENDING]
@@ -282,7 +292,7 @@ class CopyStream:
         call()
 
     def cancel(self, copy: CudaCopy) -> None:
-        """Let a copy that has not begun on the GPU copy nothing."""
+        """A copy that has not begun on the GPU will copy nothing; one that has continues."""
         self.finish_ended()
         with self._lock:
             if copy.state is CopyState.PENDING:
@@ -309,7 +319,7 @@ class CopyStream:
         for copy in pending:
             self.cancel(copy)
         self._finish_all()
-        self._waiter.close()  # then no thread waits for an event that is freed
+        self._waiter.close()  # then nobody waits for an event that is freed
         with self._lock:
             unused, self._free = self._free, []
         try:

@@ -4,6 +4,8 @@ vLLM alone would deliver tokens that a step under way computes from bad blocks, 
 blocks' hashes.  So kvshm wraps two of its methods (decision 0012): the blocks get no hash
 before the load has arrived, and the request of one that failed is preempted, with all its output
 under way dropped, before vLLM handles that output.
+
+If an attribute that this needs is missing in this vLLM, every import is asynchronous.
 """
 
 from __future__ import annotations
