@@ -97,8 +97,8 @@ class Retrieval:
         ``mask`` is True for the tokens to load and False for those that the caller has, in whole
         blocks; it may have holes, because a block's KV depends on the tokens before it and not on
         where they were loaded from.  Loading ends at the first block that no engine has: what is
-        True in the result and False in ``mask`` together is a prefix.  Slots that are not loaded into
-        keep their bytes, unless a load failed; those of other tokens are not looked at.  The
+        True in the result and False in ``mask`` together is a prefix.  Slots that are not loaded
+        into keep their bytes, unless a load failed; those of other tokens are not looked at.  The
         blocks of the tokens to load are retracted first, as either the load or the engine will
         write them; only ``store`` publishes them.  Blocks until the loads have ended; after
         ``timeout`` seconds what has not arrived counts as not there.
