@@ -43,10 +43,9 @@ examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline
 # Twice: tests that own all they touch run side by side, since many of them wait; then, whatever
 # came of it, those that need the machine, as engines do, run one after the other.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
-ALONE := tests/multiprocess/test_chaos.py tests/transformers tests/vllm
 run_tests = failed=0; \
 	$(PYTHON) -m pytest -rs -m "$(1) and not alone" -n $(WORKERS) tests || failed=$$?; \
-	$(PYTHON) -m pytest -rs -m "$(1) and alone" $(ALONE) || failed=$$?; exit $$failed
+	$(PYTHON) -m pytest -rs -m "$(1) and alone" tests || failed=$$?; exit $$failed
 
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
 	$(call run_tests,not long$(if $(FAST), and not vllm))

@@ -94,7 +94,8 @@ class _Signals:
 
     @staticmethod
     def ignore() -> None:
-        """Ignore signals once the server has ended: another one would decide the exit status."""
+        """Ignore signals once the server has ended: at its shutdown the interpreter restores the
+        default effect of those it handles, and another one would decide the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 

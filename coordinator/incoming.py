@@ -1,10 +1,12 @@
-"""Receives messages part by part, and keeps no more parts than a valid message has."""
+"""Receives messages part by part, and keeps no more parts than a valid message has: libzmq keeps
+all parts of a message until the last is there."""
 
 from __future__ import annotations
 
 import zmq
 
 KEPT = 2
+"""The sender's identity, and the frame."""
 
 
 class MessageReader:

@@ -24,6 +24,7 @@ from .log_lines import Event
 
 MAX_WAITING = 1000
 _AT_ONCE = select.PIPE_BUF
+"""Bytes that fit into any descriptor that poll calls writable."""
 LAST_SECONDS = 1.0
 """How long ``end`` waits for the reader or the disk."""
 INSTEAD_SECONDS = 0.1

@@ -17,7 +17,7 @@ MAX_REPORTS = 1000
 MAX_REASON = 200
 """Characters of a reason by which reports differ."""
 MAX_ENDED = 1024
-"""Ended epochs that are remembered."""
+"""Ended epochs that are remembered: messages that are under way are of later ones."""
 
 
 @dataclass

@@ -147,7 +147,8 @@ class Server:
             return []
 
     def _perform(self, action: Action) -> None:
-        """Carry out an action; an error costs this action only."""
+        """Carry out an action; an error costs this action only: the next sweep takes bits and
+        leftovers of dead engines again."""
         try:
             self._do(action)
         except Exception as exc:  # a bug must not end the coordinator

@@ -52,6 +52,12 @@ class _Lock:
         self._fd = fd
         logfmt.write(Event.RESTORED, path=self._path)
 
+    def forget_in_child(self) -> None:
+        """Close the descriptor if its number is not another file's by now; the lock is kept."""
+        with suppress(OSError):
+            if has_name(self._fd, self._path):
+                os.close(self._fd)
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -107,6 +113,9 @@ class Service:
     def forget_in_child(self) -> None:
         """Close the inherited descriptors in a forked child."""
         self._tables.forget_in_child()
+        lock: _Lock | None = getattr(self, "_lock", None)
+        if lock is not None:
+            lock.forget_in_child()
         _close_by_name(lock_path(self._run_dir, self._namespace), *self._endpoints)
 
     def _sweep_files(self) -> None:
@@ -121,8 +130,9 @@ class Service:
 
 
 def _close_by_name(lock: Path, *endpoints: str) -> None:
-    """Close a lock file's descriptors and those of sockets, libzmq's too.  By name, since another
-    thread may have been opening them when the process was forked."""
+    """Close a lock file's descriptors and those of sockets, libzmq's too: else the names would seem
+    to be served after the parent's end.  By name, since another thread may have been opening them
+    when the process was forked."""
     names = {endpoint.removeprefix("ipc://") for endpoint in endpoints}
     with suppress(OSError):
         rows = [row.split(maxsplit=7) for row in _UNIX_SOCKETS.read_text().splitlines()]

@@ -82,6 +82,19 @@ def test_a_file_takes_the_lines_and_is_made_again_when_it_is_moved_away(
     assert str(process.err) == ""
 
 
+def test_a_full_disk_ends_nothing(node: Node) -> None:
+    process = node.coordinator("--log-file", "/dev/full")
+    assert process.terminate() == 0
+    events = [line.split()[2] for line in str(process.err).splitlines()]
+    assert events == ["event=not-in-file", "event=serving", "event=ended"]
+
+
+def test_a_folder_that_is_not_there_stops_the_start() -> None:
+    done = coordinator("--log-file", "/no/such/folder/x.log")
+    assert done.returncode == 2
+    assert "'/no/such/folder/x.log' cannot be opened: No such file or directory" in done.stderr
+
+
 def test_the_file_counts_where_neither_option_nor_variable_does(tmp_path: Path) -> None:
     file = tmp_path / "kvshm.toml"
     file.write_text("run_dir = '/no/such/file'\nlog_level = 'error'\n")

@@ -327,6 +327,22 @@ def test_a_child_forked_while_it_starts_holds_nothing(
     os.close(waiting)
 
 
+def test_a_child_does_not_keep_the_lock_where_sockets_are_not_listed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_UNIX_SOCKETS", Path("/proc/no/such/file"))
+    lock = lock_path(node.run_dir, node.namespace)
+
+    def has_no_lock() -> None:
+        links = [each for each in os.scandir("/proc/self/fd") if each.is_symlink()]
+        assert os.fspath(lock.resolve()) not in [os.readlink(each.path) for each in links]
+
+    with serve(config_of(node)):
+        with pytest.raises(AssertionError):
+            has_no_lock()
+        assert forked(has_no_lock) == 0
+
+
 def is_free(node: Node) -> bool:
     try:
         os.close(take_lock(lock_path(node.run_dir, node.namespace)))

@@ -169,6 +169,9 @@ def test_a_coordinator_that_has_lost_its_lock_file_keeps_its_place(node: Node) -
     assert "another coordinator serves" in str(second.err)
     coordinator.signal(signal.SIGCONT)
     coordinator.wait_err("event=restored")
+    third = node.start_coordinator()
+    assert third.wait() == 3
+    assert "holds" in str(third.err), "the lock that was taken again excludes it"
     start(node, 3, "--requests", "30").wait_out(lambda line: line.startswith("{"))
 
 

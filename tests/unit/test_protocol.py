@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]  # the independent decoder
@@ -275,3 +277,14 @@ def test_what_is_no_join_of_another_version_is_garbage() -> None:
         b"\x91" * 10_000,
     ):
         assert foreign_join(frame) is None
+
+
+def test_the_document_draws_every_message(subtests: pytest.Subtests) -> None:
+    """docs/protocol.md lists each message's fields, all of them and no others."""
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
+    for message in [m for _, m in ALL]:
+        tag = message.__struct_config__.tag
+        with subtests.test(message=message):
+            row = re.search(rf"^\| `{tag}` \|[^|]*\| (.*) \|$", text, re.MULTILINE)
+            assert row, f"docs/protocol.md does not draw {tag}"
+            assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_encode_fields__)

@@ -148,11 +148,12 @@ def serve(path: Path, config: Config, run_dir: Path) -> int:
     with closing(FileEngine(file, config, run_dir)) as engine, ending_signals() as ended:
         del file  # it is in memory now, and may be changed or removed
         engine.open()
-        is_ending = False
+        signals, is_ending = select.poll(), False
+        signals.register(ended, select.POLLIN)
         while not is_ending:
             if (name := _show(engine)) is not None:
                 print(f"serving {count} blocks of {nbytes} bytes as {name}", flush=True)
-            is_ending = bool(select.select([ended], [], [], POLL_SECONDS)[0])
+            is_ending = bool(signals.poll(1000 * POLL_SECONDS))
     return 0
 
 

@@ -76,7 +76,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind, and ask no name server for this machine's name."""
-        if self.address_family == socket.AF_INET6:  # alone: :: has no part of IPv4
+        if self.server_address[0] == "::":  # IPv6 alone, whatever the kernel's default is
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]

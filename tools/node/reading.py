@@ -237,7 +237,8 @@ class ReadersClock:
     """The clock of this process, to which the times of all others are converted."""
 
     clock: Callable[[], float]
-    """CLOCK_MONOTONIC in seconds, read after the times that are judged."""
+    """CLOCK_MONOTONIC in seconds, read after the times that are judged: this process may be stopped
+    between two of its reads."""
     offset_ns: int | None
 
     def converted(self, time_ns: int, offset_ns: int | None) -> int | None:

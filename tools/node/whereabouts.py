@@ -17,7 +17,8 @@ _LISTENING = 0x10000
 
 
 def pids_of(names: Collection[str], proc: Path = PROC) -> dict[str, int]:
-    """Return the pids of this container's processes that serve sockets of these file names."""
+    """Return, by socket's file name, the pids of this user's processes that serve these.  Missing:
+    the process is in another container, or has ended."""
     if not names:
         return {}
     links = {f"socket:[{inode}]": name for inode, name in _listening(names, proc).items()}

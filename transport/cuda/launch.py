@@ -1,4 +1,8 @@
-"""Launches the copy kernel, which triton only compiles, on any stream by one call."""
+"""Launches the copy kernel, which triton only compiles, on any stream by one call.
+
+triton's launcher decides at every call how to specialise the kernel for the arguments, and
+launches on torch's current stream only.
+"""
 
 from __future__ import annotations
 
