@@ -334,8 +334,9 @@ def test_a_child_does_not_keep_the_lock_where_sockets_are_not_listed(
     lock = lock_path(node.run_dir, node.namespace)
 
     def has_no_lock() -> None:
-        links = [each for each in os.scandir("/proc/self/fd") if each.is_symlink()]
-        assert os.fspath(lock.resolve()) not in [os.readlink(each.path) for each in links]
+        with os.scandir("/proc/self/fd") as entries:
+            links = [os.readlink(each.path) for each in entries if each.is_symlink()]
+        assert os.fspath(lock.resolve()) not in links
 
     with serve(config_of(node)):
         with pytest.raises(AssertionError):
