@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -61,7 +62,8 @@ class Scope:
         """Parse a module's file, in the encoding in which Python reads it.  Raises SyntaxError,
         RecursionError and MemoryError for what is nested too deeply, ValueError for a NUL byte up
         to Python 3.11.3."""
-        tree = ast.parse(content)
+        with warnings.catch_warnings(action="ignore"):  # of vLLM's own escapes, for instance
+            tree = ast.parse(content)
         # Looked for first: walking through all functions takes long.
         # Bytes with an encoding of their own may hide the word.
         may_declare = not content.isascii() or b"coding" in content or _GLOBAL.search(content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from kvshm.hooks.vllm.source_digests import code_digests
@@ -186,3 +188,8 @@ def test_a_file_is_in_the_encoding_that_it_declares() -> None:
     assert code_digests(declared, ["x"]) == {"x": digest("x = 'é'", "x")}
     not_declared = "#!x\n\nx = 'é'\n# coding: latin-1 is not declared here\n"
     assert digest(not_declared, "x") == digest("x = 'é'", "x")
+
+
+def test_what_python_warns_of_is_read_even_where_warnings_are_errors() -> None:
+    with warnings.catch_warnings(action="error"):
+        assert code_digests(rb'x = "\d"', ["x"])

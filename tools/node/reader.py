@@ -62,8 +62,9 @@ class NodeReader:
         clock_offset: Callable[[], int | None] = clock_offset_ns,
     ) -> None:
         """``namespace``: only this one (None: all).  ``in_turn``: read at each look either all
-        tables' slots or, against these, one replica, which takes a tenth of the time.  ``clock``:
-        CLOCK_MONOTONIC in seconds; ``clock_offset``: of this process."""
+        tables' slots or, against these, one replica, which takes a tenth of the time; what has not
+        been read before is read at once.  ``clock``: CLOCK_MONOTONIC in seconds; ``clock_offset``:
+        of this process."""
         self._run_dir, self._namespace = run_dir, namespace
         self._in_turn = in_turn
         self._clock, self._clock_offset = clock, clock_offset
