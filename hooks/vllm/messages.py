@@ -73,7 +73,7 @@ class RankReport(KVConnectorWorkerMetadata):
     describes: int = 0  # number of the reset that the descriptions answer
     weights_changed: bool = False  # since the last report
     written: dict[int, str] = field(default_factory=dict)
-    """By rank, a parameter that was found written although nobody had announced it."""
+    """By rank, a parameter that was found written without an announcement."""
     attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
     """Attached peers by rank, for ranks where they have changed."""
     not_opened: int = 0

@@ -74,7 +74,8 @@ class LoadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """vLLM logs these as ``name=value``, in one line for all connectors."""
+        """vLLM logs these as ``name=value``, in one line for all connectors; the first has kvshm's
+        name."""
         shown: dict[str, int | float] = {}
         if prompts := self.data.get(PROMPTS):
             shown["prompt tokens"] = sum(prompts.values())
@@ -87,7 +88,8 @@ class LoadStats(KVConnectorStats):
             shown["MB"] = round(self.data["imported_bytes"] / 1e6, 1)
         if times := self.data.get(TIMES):
             shown["slowest ms"] = round(max(map(max, times.values())) * 1e3, 1)
-        return {f"kvshm {n}" if n == next(iter(shown)) else n: shown[n] for n in shown}
+        first = next(iter(shown), "")
+        return {f"kvshm {name}" if name == first else name: shown[name] for name in shown}
 
     def is_empty(self) -> bool:
         return not self.data

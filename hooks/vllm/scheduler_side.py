@@ -230,7 +230,7 @@ class SchedulerSide:
         """Give back the blocks of requests whose load has ended, if no request can run before they
         do and there is no room for their rest.  For a step without tokens; they are computed then.
 
-        vLLM schedules nobody behind such a request.  There was room when the load began; but a
+        vLLM schedules no request behind such a one.  There was room when the load began; but a
         session may have taken it, and then wait behind that request, for ever.
         """
         if (vllm := self._vllm) is None or (room := self.importer.room) is None:
@@ -410,7 +410,7 @@ class SchedulerSide:
 
     def take_stats(self) -> LoadStats | None:
         """Return what to add to vLLM's metrics; None: nothing was counted since the last call."""
-        if not (self.cache.planner.results or self.prompts.untold):
+        if not (self.cache.planner.results or self.prompts.unsent):
             return None
         ended, prompts = self.cache.planner.take_results(), self.prompts.take()
         return LoadStats.of(ended, prompts, self._block_size)

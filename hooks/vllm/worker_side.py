@@ -135,7 +135,7 @@ class WorkerSide:
         return bool(self.loads.under_way)
 
     def _weights_written(self, name: str) -> None:
-        """Withdraw this rank's blocks: weights were written and nobody had announced it.  The
+        """Withdraw this rank's blocks: weights were written without an announcement.  The
         scheduler hears of it with the next step.  The witness's thread, or the main one."""
         log.line(HookLine.WEIGHTS_WRITTEN, self._rank, name)
         if (cache := self._cache) is not None:

@@ -57,9 +57,9 @@ def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 def checked_start(start: int, most: int) -> int:
     """Return the index of a first block.  Raises MisuseError."""
-    if not 0 <= (begin := whole("start", start)) <= most:
+    if not 0 <= (first := whole("start", start)) <= most:
         raise MisuseError(f"start is {start!r}; give an index among the {most} keys, not tokens")
-    return begin
+    return first
 
 
 def checked_name(given: str | None) -> str:
@@ -119,7 +119,7 @@ def overlap(one: Region, other: Region) -> bool:
 
 
 def end_of(region: Region) -> int:
-    """Return where it ends, in bytes from the memory's begin."""
+    """Return where it ends, in bytes from the start of the memory."""
     return region.offset + (region.num_blocks - 1) * region.stride + region.block_bytes
 
 

@@ -191,9 +191,9 @@ class _Cover:
             return self.runs
         at, parts = self.first, []
         for run in self.runs:
-            begin, stop = max(first, at), min(end, at + run.num_blocks)
-            if begin < stop:
-                cut = slice((begin - at) * RECORD_BYTES, (stop - at) * RECORD_BYTES)
+            start, stop = max(first, at), min(end, at + run.num_blocks)
+            if start < stop:
+                cut = slice((start - at) * RECORD_BYTES, (stop - at) * RECORD_BYTES)
                 parts.append(run._replace(records=run.records[cut]))
             at += run.num_blocks
         return parts

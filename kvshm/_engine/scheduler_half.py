@@ -154,8 +154,8 @@ class SchedulerHalf:
 
     @property
     def lookups_are_early(self) -> bool:
-        """``meets_peers``, for KVSHM_JOIN_WAIT_MS after this was first asked at most: let a lookup
-        wait, if that holds up nothing else."""
+        """Whether a lookup should wait for peers, if that holds up nothing else: as long as
+        ``meets_peers``, and for KVSHM_JOIN_WAIT_MS after the first call at most."""
         meeting = self._meeting
         if meeting.expected is False:  # as soon as the engine has met its peers: costs nothing
             return False

@@ -191,8 +191,8 @@ class CoordinatorClient:
             waiting -= len(batches) or 1
             if batches:
                 records = b"".join(batches)
-                for begin in range(0, len(records), MAX_JOINED_BYTES):
-                    session.send_events(records[begin : begin + MAX_JOINED_BYTES])
+                for start in range(0, len(records), MAX_JOINED_BYTES):
+                    session.send_events(records[start : start + MAX_JOINED_BYTES])
             else:
                 self._outbox.popleft()
                 session.rejoin()

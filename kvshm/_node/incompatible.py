@@ -65,8 +65,8 @@ def reason(other: IncompatibleEngine, size: int) -> str:
         room = max(len(ours), len(theirs))
     same = [a == b for a, b in zip(ours, theirs, strict=False)]
     equal = same.index(False) if False in same else len(same)
-    begin = max(0, equal - room // 2) if equal >= room else 0
-    ours, theirs = ours[begin : begin + room], theirs[begin : begin + room]
+    start = max(0, equal - room // 2) if equal >= room else 0
+    ours, theirs = ours[start : start + room], theirs[start : start + room]
     text = f"{name} is {ours or NOT_GIVEN} here, {theirs or NOT_GIVEN} there{also}"
     return text if len(text) <= size else f"{text[: size - 3]}..."
 

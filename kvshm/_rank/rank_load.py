@@ -141,8 +141,8 @@ class RankLoad:
     def polled(self) -> bool:
         """Whether no call announces when the load can go on: while a peer is being attached, or
         by a copy whose transport announces no end."""
-        untold = [part for part in self._parts if not part.tells]
-        return self._discarded or any(p.copy is not None or p.failure is None for p in untold)
+        unreported = [part for part in self._parts if not part.tells]
+        return self._discarded or any(p.copy is not None or p.failure is None for p in unreported)
 
     def take(self) -> bool:
         """Whether the caller is the first that is to call ``advance``.  Any thread."""

@@ -12,7 +12,7 @@
  *     ---------------------  -------------------  ------------------------------------------------
  *   core_words.h
  *     read_fields            load relaxed         the caller orders it: read_ready's fences; in
- *                                                 retract nobody else writes
+ *                                                 retract no other thread writes
  *   core.c
  *     kvshm_open_segment     load acquire         the version, see kvshm_mark_ready
  *     kvshm_open_segment     load relaxed         behind that acquire; these words never change
@@ -34,7 +34,7 @@
  *   exporter.c
  *     publish_slot           load acquire         start of the CAS; more than needed, this thread
  *                                                 emptied the slot
- *     publish_slot           store relaxed        the fields: nobody trusts them before the CAS
+ *     publish_slot           store relaxed        the fields: not trusted before the CAS
  *     publish_slot           CAS acq_rel/acquire  who sees READY sees the fields, and the bytes:
  *                                                 whoever wrote them told this thread before
  *     vacate                 CAS acq_rel/acquire  importers' reads, released with their leases,
@@ -95,7 +95,7 @@
  *     count_entry            store relaxed        the writer's own; others only show it
  *     insert                 load relaxed         one writer
  *     copy_row               load relaxed         one writer
- *     copy_row               store relaxed        nobody has been sent to the new index yet:
+ *     copy_row               store relaxed        no reader has the new index yet:
  *                                                 kvshm_store does that
  *     is_sound               load relaxed         one writer
  *     kvshm_index_copy       load relaxed         one writer

@@ -13,7 +13,7 @@
 typedef struct {
     Py_buffer tombstones;
     unsigned int row;
-    const kvshm_record *records; /* of a bytes object, which nobody changes */
+    const kvshm_record *records; /* of a bytes object, which stays as it is */
     size_t count;
 } batch;
 
@@ -244,7 +244,7 @@ static bool take_chain(PyObject *const *args, Py_ssize_t count, chain *of)
     return true;
 }
 
-/* Takes its arguments from the stack: of a lookup that finds nobody, PyArg_ParseTuple would take a
+/* Takes its arguments from the stack: of a lookup that finds no engine, PyArg_ParseTuple would take a
  * third. */
 static PyObject *native_index_lookup(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
@@ -263,7 +263,7 @@ static PyObject *native_index_lookup(PyObject *module, PyObject *const *args, Py
     if (stop > available)
         stop = available;
     size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
-    /* Most lookups find nobody for the first hash.  Then the other hashes are not read. */
+    /* Most lookups find no engine for the first hash.  Then the other hashes are not read. */
     kvshm_record first;
     uint8_t owner;
     if (count && !copy_keys(&of, start, 1, &first))

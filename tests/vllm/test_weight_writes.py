@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "KVSHM_READ_ONLY_CALLS": "tell, write_unseen",
     "KVSHM_WEIGHTS_CHECK_SECONDS": "0.5",
 }
-FOUND = "weights were written and nobody had announced it, found in model.embed_tokens.weight"
+FOUND = "weights were written without an announcement, found in model.embed_tokens.weight"
 
 
 def call(engine: Engine, method: str, *args: str) -> None:

@@ -98,7 +98,7 @@ class LaunchedWork:
     def __init__(self, driver: Driver, stream: Stream) -> None:
         """Raises CudaError."""
         self.event = driver.new_event()
-        # When nobody has this object any more; not at the interpreter's end, which needs no order.
+        # When this object is no longer held; not at the interpreter's end, which needs no order.
         weakref.finalize(self, _free_event, driver, self.event).atexit = False
         driver.record(self.event, stream)
 
@@ -319,7 +319,7 @@ class CopyStream:
         for copy in pending:
             self.cancel(copy)
         self._finish_all()
-        self._waiter.close()  # then nobody waits for an event that is freed
+        self._waiter.close()  # then no thread waits for an event that is freed
         with self._lock:
             unused, self._free = self._free, []
         try:

@@ -159,17 +159,17 @@ class BlockTracker:
         tracked.complete = 0
         runs = []
         for group, tables in self._tables:
-            table, begin = tables.get(request.request_id, ()), first // group.scale
+            table, start = tables.get(request.request_id, ()), first // group.scale
             complete = known // group.block_size
             tracked.complete = max(tracked.complete, complete * group.scale)
             last = min(-(-end // group.block_size), len(table))
             packed, published = self._marks.write(
-                table, begin, last, complete if tracked.sound else begin
+                table, start, last, complete if tracked.sound else start
             )
             if published:
                 self._retract(published)
             if packed:
-                runs.append(_run(request.block_hashes, begin, packed, group, request.request_id))
+                runs.append(_run(request.block_hashes, start, packed, group, request.request_id))
         return runs
 
     def _start(self, number: int, tracked: TrackedRequest) -> None:

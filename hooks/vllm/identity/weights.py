@@ -54,7 +54,7 @@ def watch_weights(
 
     ``owners``: the model, and vLLM's model runner and worker, which also write weights themselves.
     Calls from outside are announced before they arrive (rank_calls.py), and the witness notices
-    what nobody announces (../witness.py).  Worker only.
+    what is not announced (../witness.py).  Worker only.
     """
     for owner in owners:
         for name in _WRITERS:

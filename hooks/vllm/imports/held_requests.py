@@ -58,7 +58,7 @@ class HeldRequests:
     def find_lost(
         self, vllm: VllmScheduler, end_loads: Callable[[Sequence[str]], Set[str]]
     ) -> list[str]:
-        """Return, with each step, the requests whose load nobody will report, for vLLM to compute.
+        """Return, with each step, the requests whose load no rank will report, for vLLM to compute.
         ``end_loads`` has every rank end loads and forget them, and returns those that no rank
         carries out any more; it may wait for the ranks."""
         self._built += 1

@@ -56,7 +56,7 @@ class PromptTokens:
         self.names_peers = True
         """Whether each token comes from one engine, so that answers may name it."""
         self._block_size = block_size
-        self.untold: Sources | None = None
+        self.unsent: Sources | None = None
         """What was counted since the last ``take``; None: nothing."""
         self._reports: dict[str, Sources] = {}
         """Of the requests that ask for it."""
@@ -103,16 +103,16 @@ class PromptTokens:
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Return what the answer of a request that has ended is to contain, if it has asked."""
-        if (found := self._reports.pop(request.request_id, None)) is None:
+        if (sources := self._reports.pop(request.request_id, None)) is None:
             return None
         report: dict[str, Any] = {
-            "prompt_tokens": found.local + found.peer + found.computed,
-            "local_tokens": found.local,
-            "peer_tokens": found.peer,
-            "computed_tokens": found.computed,
+            "prompt_tokens": sources.local + sources.peer + sources.computed,
+            "local_tokens": sources.local,
+            "peer_tokens": sources.peer,
+            "computed_tokens": sources.computed,
         }
-        if found.peers:
-            report["peers"] = found.peers
+        if sources.peers:
+            report["peers"] = sources.peers
         # Routers send this on to the next engine, instead of what the client has asked.
         if not options_of(request).share:
             report["share"] = False
@@ -120,8 +120,8 @@ class PromptTokens:
 
     def take(self) -> Sources:
         """Return what was counted since the last call."""
-        untold, self.untold = self.untold, None
-        return untold or Sources()
+        unsent, self.unsent = self.unsent, None
+        return unsent or Sources()
 
     def _add_external(self, sources: Sources, tokens: int, import_: RequestImport | None) -> None:
         """Add tokens that vLLM got by this import of kvshm's, or from another connector."""
@@ -148,6 +148,6 @@ class PromptTokens:
         ):
             if tokens:
                 self._cache.count(counter, tokens)
-        if self.untold is None:
-            self.untold = Sources()
-        self.untold.add(sources)
+        if self.unsent is None:
+            self.unsent = Sources()
+        self.unsent.add(sources)

@@ -158,7 +158,7 @@ class RunningLoads:
         return {i.request_id for i in self.by_id.values() if i.way is Way.ASYNCHRONOUS}
 
     def give_up(self, request: Any) -> Set[BlockId]:
-        """Finish a request's load that nobody will report; returns the blocks that it was to fill,
+        """Finish a request's load that no rank will report; returns the blocks that it was to fill,
         if it is known."""
         self._cache.count(LOADS_LOST)
         if request.request_id in self.by_id:
