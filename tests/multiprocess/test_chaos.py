@@ -77,7 +77,7 @@ def test_deaths_and_stops_at_sync_points_harm_no_one() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.nightly)])
-def test_no_one_ends_but_who_is_ended(seed: int) -> None:
+def test_only_a_killed_process_ends(seed: int) -> None:
     check_clean(*chaos("--seconds", "60", *each(WEIGHTS, seed)), WEIGHTS)
 
 

@@ -27,7 +27,7 @@ def test_while_no_one_is_there_to_hear_nothing_is_sent(node: Node) -> None:
     table.close()
 
 
-def test_what_went_to_no_one_is_found_by_who_had_joined_unnoticed(node: Node) -> None:
+def test_an_engine_that_joined_unnoticed_finds_what_was_not_sent(node: Node) -> None:
     """The newcomer has scanned the table, but the engine does not know of it yet."""
     node.coordinator()
     a = FakeEngine(node, "a")

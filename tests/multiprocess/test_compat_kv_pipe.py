@@ -144,7 +144,7 @@ def test_a_message_that_was_only_leased_is_not_taken(calls: Calls, pipe: KVPipe)
     assert not pipe.close(0.5)
 
 
-def test_a_sender_waits_for_who_receives(pipe: KVPipe, other: Other) -> None:
+def test_a_sender_waits_for_the_receiver(pipe: KVPipe, other: Other) -> None:
     for number in range(SLOTS):
         pipe.send_tensor(bytes([number]))
     for _ in range(2):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvshm.api import Found
+from kvshm.compat.lookup_buffer import NOTHING
 from kvshm.compat.retrieval import CopyRefused, MaskError, Place, SlotMappingError
 from kvshm.errors import MisuseError
 
@@ -38,7 +39,7 @@ def retrieve(
     return result
 
 
-def test_what_was_stored_is_found_by_which_it_was_stored(calls: Calls) -> None:
+def test_an_engine_finds_what_it_has_stored(calls: Calls) -> None:
     tokens = [*TOKENS, 1, 2, 3]
     calls.own.compute(tokens, [3, 1, 4, 0, 5, 9])
     assert calls.own.calls.lookup(tokens) == 0
@@ -260,3 +261,25 @@ def test_statistics_count_requests_and_tokens(calls: Calls) -> None:
     counted = {"lookups": 2, "lookup_tokens": 25, "hit_tokens": 12, "retrieves": 1}
     counted |= {"retrieve_tokens": 16, "retrieved_tokens": 8, "stores": 1, "stored_tokens": 8}
     assert counted.items() <= stats.items()
+
+
+def test_without_a_coordinator_all_is_a_miss(node: Node) -> None:
+    """Nothing is raised and nothing waits; what is stored can be read once there is one."""
+    calls = Calls(node)
+    try:
+        own = calls.own
+        assert own.store([9] * 8, [5, 6]) == 0
+        assert own.calls.retrieve(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == [False] * 20
+        assert own.calls.lookup_batch([TOKENS, [9] * 8]) == [0, 8]
+        assert own.calls.pin(TOKENS) == 0
+        assert own.buffer.drop_select(None, None, []) == NOTHING
+        own.buffer.close()
+        node.coordinator()
+        other = calls.other()
+        other.do("store", TOKENS, [0, 1, 2, 3, 4])
+        calls.wait_found(TOKENS)
+        assert retrieve(calls, [9, 3, 0, 8, 1]) == [True] * 20
+        assert other.do("found", [9] * 8) == 8
+        assert own.wrong_blocks() == []
+    finally:
+        calls.own.close()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.usefixtures("hurried")
-def test_restart_keeps_bits_and_sweeps_those_of_who_died_meanwhile(node: Node) -> None:
+def test_restart_keeps_bits_and_sweeps_those_of_engines_that_died_meanwhile(node: Node) -> None:
     first = node.coordinator()
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
     bits = {engine.name: engine.joined()["bit"] for engine in (a, b)}

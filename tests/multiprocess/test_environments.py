@@ -59,7 +59,7 @@ def test_without_xdg_runtime_dir_all_meet_in_tmp(node: Node) -> None:
 
 @pytest.mark.skipif(sys.prefix.startswith("/tmp/"), reason="this Python lies in /tmp itself")
 @pytest.mark.usefixtures("namespaces")
-def test_another_user_who_took_the_name_in_tmp_parts_no_one(node: Node) -> None:
+def test_a_name_that_another_user_took_in_tmp_parts_no_engines(node: Node) -> None:
     name = f"/tmp/kvshm-{os.geteuid()}"
     with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
         unset = ("env", "-u", "XDG_RUNTIME_DIR", "-u", "KVSHM_RUN_DIR", f"HOME={home}")

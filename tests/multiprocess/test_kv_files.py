@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import signal
 import stat
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import kvshm
 from kvshm.tools.kv.block_file import BlockFile, Description
 from kvshm.tools.kv.dump import NothingToDump, Wanted, read_engine
 
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node, wait_until
 from .toys import finish, more, result, start, table_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -172,6 +174,35 @@ def test_engines_of_the_same_fingerprint_import_from_a_file(node: Node, tmp_path
             assert table.check_integrity() == []
     assert server.terminate() == 0
     assert node.sockets() == []
+
+
+def test_a_joined_node_imports_what_another_one_had(node: Node, tmp_path: Path) -> None:
+    """The same over the public surface, which has keys and a fingerprint of its own."""
+    config = kvshm.Config(run_dir=str(node.run_dir), namespace=node.namespace)
+    count, size, tokens = 4, 64, list(range(4 * 16))
+
+    def joined(name: str) -> tuple[kvshm.Node, memoryview]:
+        memory = kvshm.allocate(count * size)
+        identity = kvshm.Identity(engine="test 1", model="m", weights="w")
+        place = {"memory": memory, "regions": [kvshm.Region(0, size, size, count)]}
+        engine = kvshm.join(identity, **place, block_size=16, name=name, config=config)
+        assert engine.wait_joined(PATIENCE_SECONDS)
+        return engine, memory.buffer
+
+    one, memory = joined("one")
+    with one:
+        memory[:] = written = random.Random(7).randbytes(count * size)
+        keys = one.keys(tokens)
+        assert one.publish(keys, range(count)) == count
+        file = dumped(node, tmp_path / "file", "--model", "m")
+    assert [block.key for block in file.what.blocks] == keys
+    serving(node, tmp_path / "file")
+    other, memory = joined("other")
+    with other:
+        found = other.wait_for(keys, PATIENCE_SECONDS)
+        load = other.load(found, into=range(count))
+        assert load.wait(PATIENCE_SECONDS) is kvshm.LoadState.DONE
+        assert (load.good, bytes(memory)) == (count, written)
 
 
 def test_an_engine_of_another_fingerprint_is_refused_and_the_reason_logged(

@@ -133,7 +133,7 @@ def test_who_serves_in_another_pid_namespace_is_alive(node: Node) -> None:
     assert left(node) == before
 
 
-def test_a_coordinator_waits_for_who_clears_up(node: Node) -> None:
+def test_a_coordinator_waits_for_an_engine_that_clears_up(node: Node) -> None:
     with cleanup_lock(node.run_dir) as held:
         assert held
         lock = take_lock(lock_path(node.run_dir, node.namespace))  # as ``clear`` does

@@ -109,7 +109,7 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
 
 
 @pytest.mark.parametrize("urgent", [CoordinatorClient.leave, CoordinatorClient.rejoin])
-def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
+def test_a_batch_does_not_put_off_an_engine_that_leaves_or_rejoins(
     urgent: Callable[[CoordinatorClient], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wake = _native.wake

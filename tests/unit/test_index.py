@@ -71,7 +71,7 @@ def test_nothing_is_forgotten_of_the_next_engine_of_a_row(replica: Replica, row:
 # -- rows
 
 
-def test_rows_say_who_they_are(replica: Replica) -> None:
+def test_rows_name_their_engines(replica: Replica) -> None:
     row = replica.add_row(77, "engine-" + "x" * 40, 100, 5)
     replica.apply(row, packed([1, 2, 3]))
     [shown] = replica.rows()

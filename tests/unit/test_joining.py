@@ -162,7 +162,7 @@ ME = {"engine": "toy 1", "model": "m", "weights": "w", "settings": {"dtype": "f1
     ],
     ids=str,
 )
-def test_every_field_decides_who_shares(change: dict[str, Any]) -> None:
+def test_every_field_decides_which_engines_share(change: dict[str, Any]) -> None:
     def fields(**changed: Any) -> dict[str, str]:
         who = Identity(**{key: changed.get(key, value) for key, value in ME.items()})
         where = {key: changed.get(key, value) for key, value in ONE.items()}

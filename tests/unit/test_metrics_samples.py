@@ -253,7 +253,7 @@ def test_coordinators() -> None:
 # -- peers
 
 
-def test_what_a_replica_lacks_and_who_is_suspected() -> None:
+def test_missing_blocks_of_a_replica_and_suspected_engines() -> None:
     peers = (
         PeerReading("b", Epoch(2), False, 9, lacking=4, lag_seconds=0.5),
         PeerReading("c", Epoch(3), True, 9, lacking=None, lag_seconds=None),

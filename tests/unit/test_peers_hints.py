@@ -158,7 +158,7 @@ def test_suspected_means_do_not_use_but_keep(peers: Peers, exporter: Make) -> No
     peers.suspected(99)
 
 
-def test_other_processes_see_who_is_suspected(peers: Peers, exporter: Make) -> None:
+def test_other_processes_see_suspected_engines(peers: Peers, exporter: Make) -> None:
     a = exporter()
     a.publish(1)
     peers.joined(a.info)

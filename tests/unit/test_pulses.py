@@ -107,7 +107,7 @@ def test_nothing_is_leased_from_an_engine_of_which_a_process_has_died(
     assert good == [[rank != r] for r in range(RANKS)], "its own memory has gone, no other"
 
 
-def test_a_process_that_has_died_is_marked_before_who_waits_for_it_knows() -> None:
+def test_a_process_that_has_died_is_marked_before_its_parent_knows() -> None:
     for _ in range(20):
         table = new_table()
         with pulsing(table) as child:

@@ -135,7 +135,7 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
 # -- ends
 
 
-def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
+def test_the_memory_outlives_its_maker(served: ServedNode) -> None:
     script = (
         "import sys\nfrom pathlib import Path\n"
         "from tests.unit.served import *\n"

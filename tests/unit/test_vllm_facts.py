@@ -137,7 +137,7 @@ NEW = OLD.replace("return 1", "return 2") + "    def later(self): pass\n"
 
 
 @pytest.mark.usefixtures("two_facts")
-def test_a_record_says_who_has_what() -> None:
+def test_a_record_names_engine_and_block() -> None:
     made = vllm_facts.recorded(
         [played("0.10.0", {"pool.py": NEW}), played("0.9.1", {"pool.py": OLD})]
     )

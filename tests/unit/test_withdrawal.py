@@ -179,7 +179,7 @@ def test_peers_that_hang_are_not_waited_for_for_ever(
     assert clock.now - begun == 2.0
 
 
-def test_a_transport_that_cannot_tell_who_maps_its_memory_keeps_it_from_nothing(
+def test_memory_is_freed_where_a_transport_does_not_know_its_importers(
     opened: RankHalf,
 ) -> None:
     assert opened.release_memory(1.5) == 0

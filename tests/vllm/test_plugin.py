@@ -92,10 +92,22 @@ def test_disabled_it_imports_nothing() -> None:
     assert (reported.returncode, reported.stdout.split()) == (0, []), reported.stderr
 
 
-def test_a_bad_setting_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("KVSHM_ROLE", "reader", "is not both, producer or consumer"),
+        ("KVSHM_ENABLE", "ture", "is not 0 or 1"),
+        # Read when modules are imported, which is too late to say what is wrong.
+        ("KVSHM_TEST_SYNC_POINT", "fast", ".*; correct it, or unset it"),
+        ("KVSHM_TEST_TIME_SCALE", "fast", ".*; correct it, or unset it"),
+    ],
+)
+def test_a_bad_setting_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, wanted: str
+) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
-    monkeypatch.setenv("KVSHM_ROLE", "reader")
-    with pytest.raises(ConfigError, match="KVSHM_ROLE='reader' is not both, producer or consumer"):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'.*{wanted}"):
         plugin.activate()
     assert CONNECTOR not in KVConnectorFactory._registry
 
@@ -125,7 +137,7 @@ def test_an_empty_transfer_config_is_filled(make_config: MakeConfig, lines: Line
 
 
 @pytest.mark.parametrize(("role", "vllms"), [("both", "kv_both"), ("producer", "kv_producer")])
-def test_only_who_imports_is_a_consumer_to_vllm(
+def test_only_an_importer_is_a_consumer_to_vllm(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, role: str, vllms: str
 ) -> None:
     """For consumers it holds freed blocks back."""

@@ -344,7 +344,7 @@ def test_the_scheduler_binds_its_manager_itself(engine: Make) -> None:
     assert engine().connector._scheduler._vllm is not None
 
 
-def test_who_ends_an_engine_kills_it_and_then_cancels_who_would_tell_its_requests() -> None:
+def test_ending_an_engine_kills_it_and_cancels_the_task_of_its_requests() -> None:
     used = ("manager_stopped.set()", "_finalizer.det", "_request_shutdown_timeout", "processes")
     in_order(getattr(engine_utils.CoreEngineProcManager, shutdown.TOUCHPOINT), *used)
     in_order(AsyncLLM.shutdown, "engine_core.shutdown(", f"{shutdown.CANCEL_TOUCHPOINT}(handler)")

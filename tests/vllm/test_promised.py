@@ -107,7 +107,7 @@ def test_an_import_of_an_earlier_life_is_not_shown(promised: Promised) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_load_does_not_vouch_for_who_writes_its_block_now(
+def test_a_load_does_not_vouch_for_a_later_writer_of_its_block(
     engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     """Its request was aborted, the blocks were freed before the step was over, as for a reset, and

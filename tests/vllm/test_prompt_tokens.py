@@ -332,7 +332,7 @@ def test_an_answer_names_the_engines_it_is_from(
     }
 
 
-def test_only_who_asks_is_reported(engine: Make) -> None:
+def test_only_requests_that_ask_are_reported(engine: Make) -> None:
     e = engine()
     e.add("r", prompt(1), max_tokens=1)
     assert answer_of(e, "r") is None

@@ -100,7 +100,7 @@ def test_sleep_resets_first_and_only_a_full_wake_up_resumes_steps() -> None:
     in_order(EngineCore.wake_up, "self.model_executor.wake_up(tags)", *resumes)
 
 
-def test_connectors_are_told_before_the_kv_cache_is_unmapped() -> None:
+def test_connectors_are_informed_before_the_kv_cache_is_unmapped() -> None:
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return  # vLLM 0.32: test_weights_sleep_and_wake_by_methods_of_these_names
     reported = "get_kv_transfer_group().unregister_kv_caches()"

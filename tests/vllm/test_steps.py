@@ -174,7 +174,7 @@ def test_a_step_does_not_wait_for_ever_and_nothing_of_the_copy_is_left(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_only_who_has_no_other_behind_it_is_alone(
+def test_a_request_with_none_behind_it_is_alone(
     importer: Importer, monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
     """Who waits behind an import when its step is built is in that step, and waits for the copy."""
