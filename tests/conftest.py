@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_cost)
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items[:] = side_by_side.spread(items, _folder)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections: with vLLM among it each
+    takes a second, and many tests ask for some."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Modules in C complain at the end of what is then not collected."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,15 +19,6 @@ Lines = list[str]
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_heap() -> Iterator[None]:
-    """A manager collects garbage twice as it ends: let it look at its own test's objects alone."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
