@@ -102,7 +102,7 @@ class Server:
     def _wait(self, seconds: float) -> None:
         self._watch()
         ready = dict(self._sockets.poller.poll(max(0, int(seconds * 1000) + 1)))
-        if self._sockets.accepted(ready):
+        if self._sockets.have_accepted():
             self._check_bounds()
         if self._sockets.router in ready:
             self._receive()
@@ -132,6 +132,8 @@ class Server:
                 return
             if message is not None:
                 self._handle(_read(*message))
+            if self._sockets.have_accepted():  # the bounds come first: messages may have no end
+                return
 
     def _handle(self, *inputs: Input) -> None:
         self._inputs.extend(inputs)

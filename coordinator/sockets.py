@@ -112,9 +112,9 @@ class Sockets:
         self.publisher.close()
         self._context.term()
 
-    def accepted(self, ready: dict[object, int]) -> bool:
-        """Whether a process has connected: then ``turn``."""
-        return any(monitor in ready for monitor in self._monitors)
+    def have_accepted(self) -> bool:
+        """Whether a process has connected since the last ``turn``."""
+        return any(int(m.getsockopt(zmq.EVENTS)) & zmq.POLLIN for m in self._monitors)
 
     def turn(self) -> None:
         """Give libzmq a turn: it handles connections, subscriptions and departures only within

@@ -14,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import zmq
+from zmq.constants import Event
 
 from kvshm._base.rundir import command_endpoint, event_endpoint
 from kvshm._base.timing import TIMING, Timing
@@ -216,6 +218,48 @@ def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
     server.close()
     said = [(r.getMessage().partition(" reason")[0], bool(r.exc_info)) for r in caplog.records]
     assert said == [("event=bug what=SweepFiles", True), ("event=bug what=BadMessage", True)]
+
+
+def test_connections_count_before_messages_without_end(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message brings another connection, as of clients that are faster than the coordinator:
+    between two checks of the bounds these would use up all descriptors."""
+    tables = Tables(served.run_dir, served.namespace, Clock())
+    server = Server(new_state(), tables, lambda: None, lambda: None)
+    commands = command_endpoint(served.run_dir, "n")
+    wake = os.eventfd(0)
+    server.open(commands, event_endpoint(served.run_dir, "n"), wake)
+    context, clients, handled = zmq.Context(), list[zmq.Socket[bytes]](), list[Input]()
+
+    def connected() -> zmq.Socket[bytes]:
+        client = context.socket(zmq.DEALER)
+        clients.append(client)
+        monitor = client.get_monitor_socket(Event.HANDSHAKE_SUCCEEDED)
+        client.connect(commands)
+        monitor.recv_multipart()
+        client.disable_monitor()
+        monitor.close()
+        return client
+
+    def handle(item: Input) -> None:
+        handled.append(item)
+        connected()
+
+    monkeypatch.setattr(server, "_handle", handle)
+    sender = connected()
+    for _ in range(20):
+        sender.send(b"")
+    for number in range(1, 6):
+        server._sockets.turn()
+        server._sockets.router.poll()
+        server._receive()
+        assert len(handled) == number
+    for client in clients:
+        client.close(linger=0)
+    context.term()
+    server.close()
+    os.close(wake)
 
 
 @pytest.mark.parametrize("timing", [TIMING, TIMING.scaled(0.1)], ids=["product", "tenth"])
