@@ -93,7 +93,8 @@ class Engines:
         """How many of a run's blocks are what the run says, in the slot table of their engine."""
         bit = NO_LEASE_BIT if run.peer is self.epoch.own_peer else OWN_BIT
         count, taken = run.peer.table.lease(bit, run.records)
-        run.peer.table.release(bit, run.records, taken) if bit >= 0 else None
+        if bit >= 0:
+            run.peer.table.release(bit, run.records, taken)
         return int(count)
 
     def close(self) -> None:
