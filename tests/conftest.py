@@ -19,6 +19,7 @@ from .model.run_models import NOT_CHECKED
 from .model.search import spin_is_missing
 from .multiprocess.terminals import tmux_is_missing
 from .played_cuda import library
+from .watchdog import Watchdog
 
 ROOT = Path(__file__).parent
 CHEAP = ("unit", "core", "conformance", "model", "benchmarks", "multiprocess", "packaging", "gpu")
@@ -27,9 +28,11 @@ ORDER = (*CHEAP, "transformers", "vllm")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_configure() -> None:
-    """Let no process outlive the run, or the worker of pytest-xdist, that has started it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Let no process outlive the run, or the worker of pytest-xdist, that has started it, and no
+    test hang for ever."""
     reaper.start()
+    config.pluginmanager.register(Watchdog(config))
 
 
 def _folder(item: pytest.Item) -> int:

@@ -38,6 +38,25 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return together(nodeid)
 
+        def remove_node(self, node: Any) -> str | None:
+            """Return the test in which the worker crashed.  xdist 3.8 hands that one out again, and
+            also tests that have ended, for which a worker waits without end."""
+            units = self.assigned_work[node]
+            tests = (test for unit in units.values() for test in unit.items())
+            if crashed := next((name for name, ended in tests if not ended), None):
+                units[together(crashed)][crashed] = True
+            left = {scope: unit for scope, unit in units.items() if not all(unit.values())}
+            self.assigned_work[node] = left
+            super().remove_node(node)
+            return crashed
+
+        def _reschedule(self, node: Any) -> None:
+            """A worker that replaces another gets one test at first, and begins it when it gets the
+            next one: hand out until it has enough, or there are no more."""
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+                super()._reschedule(node)
+
     return Scheduler(config, log)
 
 

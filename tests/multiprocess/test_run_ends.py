@@ -23,6 +23,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """Runs pytest as from a terminal: a shell that starts this run with ``&`` has it, and what it
 starts, ignore SIGINT."""
 NEVER_ENDS = str(Path(__file__).with_name("never_ends.py"))
+GOES_WRONG = str(Path(__file__).with_name("goes_wrong.py"))
 
 
 def mapping(file: str) -> list[int]:
@@ -87,3 +88,42 @@ def test_nothing_of_it_stays(
             os.close(pidfd)
         run.terminate()
         run.wait(PATIENCE_SECONDS)
+
+
+def outcome(*arguments: str, **environ: str) -> str:
+    """What a run of goes_wrong.py says."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, GOES_WRONG],
+        env={**os.environ, **environ},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    return run.stdout
+
+
+@pytest.mark.parametrize(("workers", "killed"), [(2, 0), (1, 11), (2, 23)])
+def test_a_worker_that_dies_fails_one_test_and_all_others_run_once(
+    workers: int, killed: int, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    written = outcome("-n", str(workers), SAYS_WHO_RUNS=str(said), KILLED=str(killed))
+    assert "1 failed, 23 passed, 1 skipped" in written
+    assert sorted(map(int, said.read_text().split())) == list(range(24))
+
+
+@pytest.mark.parametrize("hangs", ["test", "clean-up"])
+def test_a_test_that_its_time_limit_does_not_end_ends_the_run(hangs: str, tmp_path: Path) -> None:
+    written = outcome("-p", "no:xdist", SAYS_WHO_RUNS=str(tmp_path / "said"), HANGS=hangs)
+    assert "Timeout (" in written
+    assert "in hang" in written
+    assert "passed" not in written
+
+
+def test_a_worker_with_such_a_test_is_replaced(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    written = outcome("-n", "2", SAYS_WHO_RUNS=str(said), HANGS="test")
+    assert "1 failed, 24 passed" in written
+    assert "in hang" in written
