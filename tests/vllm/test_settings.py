@@ -70,14 +70,18 @@ def engine(model: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iter
             for name, value in (settings or {}).items():
                 patch.setenv(name, value)
             made.append(DrivenEngine(vllm_config(model, **arguments), shares=shares))
-        for _ in wait_until("the engine joins", 10):
-            if not shares or made[-1].table.lease_bit >= 0:
+        for _ in wait_until("the engine joins, and no request waits for it to know the others", 10):
+            if not shares or _has_met_all(made[-1]):
                 break
         return made[-1]
 
     yield make
     for one in made:
         one.close()
+
+
+def _has_met_all(engine: DrivenEngine) -> bool:
+    return engine.table.lease_bit >= 0 and not engine.connector._scheduler.cache.meets_peers
 
 
 def compute(engine: DrivenEngine, prompt: list[int] = PROMPT, **extra: Any) -> set[int]:
