@@ -22,7 +22,9 @@ class Watchdog:
     """A plugin of pytest's: each test is watched from its set-up to the end of its clean-up."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._limit = float(config.getini("timeout"))
+        given = config.getoption("timeout", None)
+        self._limit = float(config.getini("timeout") if given is None else given)
+        """Of tests without one of their own; 0, by --timeout=0: none is watched."""
         self._stderr: TextIO = os.fdopen(os.dup(2), "w")  # 2 is another file while a test runs
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -40,4 +42,5 @@ class Watchdog:
         self._watch(0.0)
 
     def _watch(self, limit: float) -> None:
-        faulthandler.dump_traceback_later(limit + GRACE_SECONDS, exit=True, file=self._stderr)
+        if self._limit:
+            faulthandler.dump_traceback_later(limit + GRACE_SECONDS, exit=True, file=self._stderr)
