@@ -1,0 +1,141 @@
+"""What clients send in a load test, and to which engine: drawn from a seed, so that every arm gets
+the same.  Pure.
+
+Popular prefixes     each request is one of ``prefixes`` long prefixes, drawn by Zipf's law, with a
+                     tail of its own.  With ``shift`` the popularity moves on every so many seconds:
+                     a quarter of the prefixes changes places with the next quarter.
+Agents               each request is the next turn of an agent, that is all that was said so far and
+                     a tail; an agent begins with one of the prefixes, and now and then two go on
+                     from the same turn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+VOCABULARY = range(300, 900)
+FORKS = 0.2
+"""Share of an agent's turns from which another agent begins."""
+TURNS = 6
+"""Turns of an agent before another one takes its place."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The properties of what is sent."""
+
+    rate: float
+    """Requests a second, in Poisson arrivals."""
+    seconds: float
+    prefixes: int = 24
+    prefix_tokens: int = 2048
+    tail_tokens: int = 60
+    zipf: float = 1.0
+    shift: float = 0.0
+    agents: int = 0
+    """How many go on side by side; 0: none, each request is a prefix and a tail."""
+
+
+class Request(NamedTuple):
+    at: float
+    """Seconds after the start."""
+    prefix: int
+    """Its number: by it affinity chooses an engine."""
+    prompt: list[int]
+
+
+class _Agent:
+    """One agent: what was said so far."""
+
+    def __init__(self, prefix: int, said: list[int], turns: int = 0) -> None:
+        self.prefix, self.said, self.turns = prefix, said, turns
+
+
+class Clients:
+    """All clients of one run.  ``contents``: seed of the tokens; another one shares nothing."""
+
+    def __init__(self, traffic: Traffic, contents: int) -> None:
+        self._traffic = traffic
+        drawn = random.Random(contents)
+        self._prefixes = [_tokens(drawn, traffic.prefix_tokens) for _ in range(traffic.prefixes)]
+        self._agents: list[_Agent] = []
+
+    def requests(self, seed: int, traffic: Traffic | None = None) -> Iterator[Request]:
+        """Yield a run of requests, in the order of their arrival.  ``traffic``: another rate and
+        time."""
+        run, drawn, at = traffic or self._traffic, random.Random(seed), 0.0
+        draw = self._next_turn if run.agents else self._popular
+        while (at := at + drawn.expovariate(run.rate)) < run.seconds:
+            yield Request(at, *draw(drawn, at))
+
+    def _popular(self, drawn: random.Random, at: float) -> tuple[int, list[int]]:
+        prefix = self._draw_prefix(drawn, at)
+        return prefix, self._prefixes[prefix] + _tokens(drawn, self._traffic.tail_tokens)
+
+    def _draw_prefix(self, drawn: random.Random, at: float) -> int:
+        traffic = self._traffic
+        weights = zipf_weights(traffic.prefixes, traffic.zipf)
+        rank = drawn.choices(range(traffic.prefixes), weights)[0]
+        moved = int(at / traffic.shift) * -(-traffic.prefixes // 4) if traffic.shift else 0
+        return (rank + moved) % traffic.prefixes
+
+    def _next_turn(self, drawn: random.Random, at: float) -> tuple[int, list[int]]:
+        while len(self._agents) < self._traffic.agents:
+            prefix = self._draw_prefix(drawn, at)
+            self._agents.append(_Agent(prefix, self._prefixes[prefix]))
+        place = drawn.randrange(len(self._agents))
+        agent = self._agents[place]
+        agent.said = agent.said + _tokens(drawn, self._traffic.tail_tokens)
+        agent.turns += 1
+        if agent.turns == TURNS:
+            del self._agents[place]
+        elif drawn.random() < FORKS:
+            other = drawn.randrange(len(self._agents))
+            self._agents[other] = _Agent(agent.prefix, agent.said, agent.turns)
+        return agent.prefix, agent.said
+
+
+def zipf_weights(count: int, exponent: float) -> list[float]:
+    """Return the relative popularity of each of ``count``, the most popular one first."""
+    return [1 / (rank + 1) ** exponent for rank in range(count)]
+
+
+def _tokens(drawn: random.Random, count: int) -> list[int]:
+    return drawn.choices(VOCABULARY, k=count)
+
+
+# -- routers: (prefix, requests under way on each engine) -> the engine's number
+
+Router = Callable[[int, Sequence[int]], int]
+
+
+def round_robin() -> Router:
+    turn = -1
+
+    def route(prefix: int, busy: Sequence[int]) -> int:
+        nonlocal turn
+        turn += 1
+        return turn % len(busy)
+
+    return route
+
+
+def affinity() -> Router:
+    """A prefix always goes to the same engine, as many prefixes to each."""
+    return lambda prefix, busy: prefix % len(busy)
+
+
+def least_load() -> Router:
+    """Where the fewest requests are under way; by lot where there are several."""
+    lots = random.Random(1)
+    return lambda prefix, busy: min(range(len(busy)), key=lambda i: (busy[i], lots.random()))
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "rr": round_robin,
+    "affinity": affinity,
+    "least": least_load,
+}
