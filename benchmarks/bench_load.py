@@ -3,15 +3,16 @@
     PYTHONPATH=examples .venv/bin/python benchmarks/bench_load.py \\
         --arms plain-rr,plain-affinity,kvshm-rr,kvshm-least [--repetitions 5] [--plot load.svg]
 
-An arm is KIND-ROUTER.  Kinds: engines without and with kvshm, with LMCache's server (``--lmcache
-FOLDER``), and with both, the first of them asked first.  The router is this client: round robin,
-affinity (a prefix always goes to the same engine) or the least load, so no proxy is in the way.
-load_traffic.py describes what is sent; every arm gets the same.  Arms that have memory beside the
-KV caches get ``--extra-gb`` of it.
+An arm is KIND-ROUTER.  Kinds: engines without and with kvshm, with LMCache's server, and with both,
+kvshm being asked first; those with LMCache need ``--lmcache FOLDER``, filled by ``pip install
+--no-deps --target FOLDER lmcache opentelemetry-exporter-prometheus``.  The router is this client:
+round robin, affinity (a prefix always goes to the same engine) or the least load, so no proxy is in
+the way.  load_traffic.py describes what is sent; every arm gets the same.  Arms that have memory
+beside the KV caches get ``--extra-gb`` of it.
 
 In each repetition every kind is started anew, in an order that changes, and its routers follow each
-other in an order that changes, each with prompts of its own that no other run has sent, after a
-part of the same traffic that does not count.  Printed is a line of JSON for each run, and at the
+other in an order that changes, each with prompts that its engines have not seen, after a part of
+the same traffic that does not count.  Printed is a line of JSON for each run, and at the
 end one with the medians of all, and of the ratios to the arm ``--against``, repetition by
 repetition, with the 95 % interval of that median (compare.py).
 """
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -45,6 +47,8 @@ WARM_UP_RATE = 4.0
 ANSWER_TOKENS = 8
 PATIENCE_SECONDS = 180.0
 PERCENTILES = (50, 90, 99)
+LEAST_REQUESTS = 20
+"""Of a run."""
 
 
 class Answer(NamedTuple):
@@ -108,7 +112,8 @@ async def _first_token(
 
 def summary(run: Run, tokens: Sequence[PromptTokens]) -> dict[str, Any]:
     """Return what is printed of a run.  ``tokens``: of each engine, where they came from."""
-    times = sorted(answer.ttft_s for answer in run.answers)
+    times = [answer.ttft_s for answer in run.answers]
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
     failed = sum(answer.failed for answer in run.answers)
     where = {
         "computed": sum(each.computed for each in tokens),
@@ -120,13 +125,9 @@ def summary(run: Run, tokens: Sequence[PromptTokens]) -> dict[str, Any]:
         "sent": len(times),
         "failed": failed,
         "requests_per_second": round((len(times) - failed) / run.seconds, 3),
-        **{f"ttft_p{p}_ms": round(1000 * _percentile(times, p), 1) for p in PERCENTILES},
+        **{f"ttft_p{p}_ms": round(1000 * cuts[p - 1], 1) for p in PERCENTILES},
         "percent_of_tokens": {name: round(100 * n / whole, 1) for name, n in where.items()},
     }
-
-
-def _percentile(ordered: Sequence[float], percent: int) -> float:
-    return ordered[min(len(ordered) - 1, percent * len(ordered) // 100)]
 
 
 def run_arm(
@@ -179,10 +180,8 @@ def compared(results: dict[str, list[dict[str, Any]]], against: str) -> dict[str
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draw each repetition of each arm: requests a second, and times to first token."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(1, len(MEASURED), figsize=(4 * len(MEASURED), 4))
     for axis, name in zip(axes, MEASURED, strict=True):
         for place, each in enumerate(results.values()):
@@ -226,9 +225,25 @@ def _options() -> argparse.Namespace:
     add("--lmcache", type=Path, help="folder in which LMCache is installed")
     add("--plot", type=Path, help="draw the results into this file (matplotlib)")
     options = parser.parse_args()
+    _check(parser, options)
+    return options
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse now what would fail after minutes."""
     if options.against not in options.arms:
         parser.error(f"--against {options.against}: not one of the arms")
-    return options
+    positive = ("repetitions", "rate", "seconds", "prefixes", "prefix_tokens", "tail_tokens")
+    for name in (*positive, "engines", "blocks", "extra_gb"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: not above 0")
+    if options.rate * options.seconds < LEAST_REQUESTS:
+        parser.error(f"--rate times --seconds: below {LEAST_REQUESTS}, too few for percentiles")
+    stores = [arm for arm in options.arms if KINDS[arm.rpartition("-")[0]].stores]
+    if stores and not (options.lmcache and (options.lmcache / "lmcache").is_dir()):
+        parser.error(f"{stores[0]} needs --lmcache FOLDER, into which LMCache was installed")
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
 
 
 def main() -> None:
@@ -247,7 +262,10 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.arms}
     with TemporaryDirectory(prefix="load-") as directory:
         model = write_model(Path(directory) / "model")
-        setting = Setting(model, options.engines, options.blocks, options.extra_gb, options.lmcache)
+        longest = traffic.longest_prompt + ANSWER_TOKENS
+        setting = Setting(
+            model, options.engines, options.blocks, options.extra_gb, options.lmcache, longest
+        )
         for number in range(options.repetitions):
             for arm, result in repetition(number, options.arms, setting, traffic):
                 results[arm].append(result)

@@ -37,8 +37,8 @@ class Setting:
     extra_gb: float
     """Memory beside the KV caches, for each arm that has some."""
     lmcache: Path | None
-    """Where LMCache is installed (pip install --no-deps --target)."""
-    max_model_len: int = 4096
+    """Where LMCache is installed, for arms that have it."""
+    max_model_len: int
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Kind:
         return "lmcache" in self.connectors
 
 
+# None with LMCache asked first: behind its MP connector kvshm does not share.
 KINDS = {
     "plain": Kind(),
     "kvshm": Kind(("kvshm",)),
     "lmcache": Kind(("lmcache",)),
-    "lmcache+kvshm": Kind(("lmcache", "kvshm")),
     "kvshm+lmcache": Kind(("kvshm", "lmcache")),
 }
 
@@ -100,10 +100,8 @@ def _spec(setting: Setting, number: int, arguments: tuple[str, ...]) -> EngineSp
 
 
 def _transfer(connectors: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the engines' arguments.  kvshm needs none: it takes its place behind the others."""
-    if connectors[-1:] == [KVSHM]:
-        connectors = connectors[:-1]
-    if not connectors:
+    """Return the engines' arguments.  kvshm alone needs none, as its users have none."""
+    if connectors in ([], [KVSHM]):
         return ()
     several = {
         "kv_connector": "MultiConnector",
@@ -126,8 +124,6 @@ def _nothing() -> Iterator[Store]:
 @contextmanager
 def _store(setting: Setting) -> Iterator[Store]:
     """Start LMCache's server (its MP mode, as its documentation does)."""
-    if setting.lmcache is None:
-        raise SystemExit("--lmcache FOLDER: where lmcache is installed; or leave its arms out")
     port, health, size = free_port(), free_port(), f"{setting.extra_gb:g}"
     found = {"PYTHONPATH": str(setting.lmcache), **UNTRACKED, **offline()}
     command = [sys.executable, "-m", "lmcache.cli.main", "server"]

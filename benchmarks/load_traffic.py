@@ -38,6 +38,11 @@ class Traffic:
     agents: int = 0
     """How many go on side by side; 0: none, each request is a prefix and a tail."""
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.prefix_tokens + self.tail_tokens * (TURNS if self.agents else 1)
+
 
 class Request(NamedTuple):
     at: float

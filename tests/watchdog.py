@@ -14,8 +14,9 @@ from typing import TextIO
 
 import pytest
 
-GRACE_SECONDS = 300.0
-"""What a test may take beyond its limit, and what its clean-up may take after it has failed."""
+GRACE_SECONDS = 600.0
+"""What a test may take beyond its limit, and its clean-up at most, which waits for engines that
+hang."""
 
 
 class Watchdog:
@@ -35,6 +36,9 @@ class Watchdog:
             return (yield)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def pytest_unconfigure(self) -> None:
+        self._stderr.close()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:

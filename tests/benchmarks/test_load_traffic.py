@@ -31,7 +31,7 @@ def test_a_prefix_is_the_same_each_time_and_a_tail_never() -> None:
     begins = {(r.prefix, tuple(r.prompt[:64])) for r in requests}
     assert len(begins) == len({r.prefix for r in requests}) == len({b for _, b in begins})
     assert len({tuple(r.prompt) for r in requests}) == 200
-    assert {len(r.prompt) for r in requests} == {68}
+    assert {len(r.prompt) for r in requests} == {68} == {LONG.longest_prompt}
 
 
 def test_popularity_moves_on() -> None:
@@ -52,6 +52,7 @@ def test_agents_go_on_from_what_was_said_and_fork() -> None:
         said[tuple(request.prompt)] = 0
     assert continued > 200
     assert forked > 20
+    assert max(len(r.prompt) for r in requests) == changed(agents=5).longest_prompt == 64 + 6 * 4
 
 
 def test_arms_get_the_same_but_for_the_tokens() -> None:
