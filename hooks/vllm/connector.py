@@ -39,6 +39,8 @@ from kvshm.errors import ConfigError, MemoryInUse
 
 from ..boundary import guarded, report
 from .admission import admit
+from .call_stack import callers_with
+from .combination import pass_events_on
 from .declining import decline_engine, why_not_started
 from .exports.block_tracker import BlockTracker
 from .identity.refusals import cache_refusal, config_refusal
@@ -136,6 +138,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        pass_events_on(callers_with("sub_connectors"))
         if self._worker:
             self._worker.register(kv_caches, self.unregister_kv_caches)
 

@@ -24,6 +24,8 @@ from kvshm.halves import (
 )
 
 from ..log_lines import HookLine
+from .call_stack import callers_with
+from .combination import Combination
 from .epochs import Epochs
 from .exports.block_tracker import BlockTracker
 from .exports.pending_blocks import CompletedRuns
@@ -106,6 +108,8 @@ class SchedulerSide:
         early = device == "cpu" or not self._vllm_config.speculative_config
         if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
+        for multi in () if self.cache.role.no_imports else callers_with("sub_connectors"):
+            Combination(multi, listener, self._block_size, longest=self._config.beside)
         return True
 
     def _use_manager(self, manager: Any, listener: PoolListener) -> str | None:

@@ -25,6 +25,12 @@ OUR_CONNECTOR: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
 }
 
+COMBINED = frozenset({"role", "get_kv_connector_kv_cache_events"})
+"""Methods of connectors that a MultiConnector has no version of its own of, and that are combined
+all the same: vLLM asks none but a connector itself for ``role``, and ``pass_events_on`` does what
+the MultiConnector does not.  Another one loses something: ``has_connector_metadata`` keeps vLLM's
+calls per layer from a connector that has nothing to do in a step."""
+
 
 def register() -> None:
     """Make the connector known by name (MultiConnector looks its children up by name)."""
@@ -59,9 +65,9 @@ def with_connector(transfer: KVTransferConfig | None, config: Config) -> KVTrans
 
 
 def beside(other: KVTransferConfig) -> KVTransferConfig:
-    """Return the configuration of a MultiConnector of the user's connector, which comes first, and
-    kvshm's, which loads only what that one does not have.  All other values are the user's, but
-    failed loads are recomputed: with kvshm a block may vanish."""
+    """Return the configuration of a MultiConnector of the user's connector and kvshm's; which of
+    them loads, the Combination decides.  All other values are the user's, but failed loads are
+    recomputed: with kvshm a block may vanish."""
     extra = other.kv_connector_extra_config
     own = dict(own_settings(other.kv_connector, extra))
     ours = {**OUR_CONNECTOR, "kv_connector_extra_config": own, "kv_role": other.kv_role}
@@ -79,8 +85,12 @@ def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+    from .combination import KV_EVENTS, makes_events
+
+    if transfer.kv_connector == MULTI and transfer.kv_connector_module_path:
+        return f"the MultiConnector of {transfer.kv_connector_module_path} is not vLLM's"
     names = [name for name in vars(KVConnectorBase_V1) if not name.startswith("_")]
-    unknown = {name for name in names if name not in vars(MultiConnector)}
+    unknown = {name for name in names if name not in vars(MultiConnector)} - COMBINED
     if vllm_config.device_config.device_type == "cpu":
         unknown.add("get_mem_pool_context")  # kvshm uses it, and only one connector can
     for child in _children(transfer):
@@ -88,6 +98,8 @@ def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> 
         own = {n for n in unknown if getattr(connector, n) is not getattr(KVConnectorBase_V1, n)}
         if own:
             return f"{child['kv_connector']} cannot be combined due to its {', '.join(sorted(own))}"
+        if makes_events(connector):
+            unknown.add(KV_EVENTS)  # a worker reports those of one connector
     return None
 
 

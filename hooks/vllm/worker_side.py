@@ -158,6 +158,8 @@ class WorkerSide:
         runs the model."""
         if isinstance(self._placement, str) or self._cache is None:
             return RankDescription(None, {}, str(self._placement))
+        if not self._placement.holds_caches():
+            return RankDescription(None, {}, "another connector has moved the KV cache")
         if refusal := self._weights.find_again():
             return RankDescription(None, {}, refusal)
         # The description covers all changes of the weights before it.

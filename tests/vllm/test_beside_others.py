@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from local_node import free_port
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiConnector,
-    MultiKVConnectorWorkerMetadata,
-)
-from vllm.engine.arg_utils import EngineArgs
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -32,24 +27,20 @@ from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.ranks import Ranks, ask_rank
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 
+from . import several_connectors
 from .conftest import Lines
 from .scheduling import (
     BLOCK_SIZE,
     DrivenEngine,
     Make,
-    Sent,
     description,
     imagined_cache,
     own_connector,
     prompt,
     roles_of_epoch,
 )
+from .several_connectors import OURS, BesideEngine
 
-OURS = {
-    "kv_connector": "KvshmConnector",
-    "kv_connector_module_path": "kvshm.hooks.connector",
-    "kv_role": "kv_both",
-}
 OTHERS: dict[str, dict[str, Any]] = {
     "ExampleConnector": {"shared_storage_path": "/nowhere"},
     "OffloadingConnector": {"cpu_bytes_to_use": 1 << 20},
@@ -58,57 +49,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 BOTH_ORDERS = [(name, first) for name in OTHERS for first in (True, False)]
 
 
-@dataclass
-class BesideEngine(DrivenEngine):
-    """Its workers are asked over the executor, because the handshake is another one's."""
-
-    handshake: dict[tuple[int, int], Any] = field(default_factory=dict)
-    model_executor: Any = None
-
-    def shake_hands(self) -> None:
-        self.model_executor = self
-        self.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(self.handshake)
-
-    def collective_rpc(self, what: Any, args: tuple[Any, ...] = ()) -> list[Any]:
-        assert what.__module__ == "kvshm.hooks.vllm.ranks"  # travels by its name
-        return [description()]
-
-    @property
-    def place(self) -> int:
-        return list(self.scheduler.connector.sub_connectors).index(self.connector)
-
-    def reported(self, report: RankReport) -> MultiKVConnectorWorkerMetadata:
-        return MultiKVConnectorWorkerMetadata(
-            tuple(report if i == self.place else None for i in range(2))
-        )
-
-    def step(self, report: RankReport | None = None) -> Sent:
-        sent = self.schedule()
-        own = report or RankReport(sent.metadata.metadata[self.place].step)
-        self.answer(sent, KVConnectorOutput(kv_connector_worker_meta=self.reported(own)))
-        return sent
-
-    def close(self) -> None:
-        self.scheduler.connector.shutdown()
-
-
 def config_of(model: Path, other: str, ours_first: bool, **policy: Any) -> VllmConfig:
-    theirs = {"kv_connector": other, "kv_role": "kv_both"}
-    theirs["kv_connector_extra_config"] = OTHERS[other]
-    connectors = [OURS, theirs] if ours_first else [theirs, OURS]
-    transfer = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"connectors": connectors},
-        **policy,
-    )
-    config = EngineArgs(
-        model=str(model), dtype="bfloat16", block_size=32, kv_transfer_config=transfer,
-        enforce_eager=True, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
-    ).create_engine_config()  # fmt: skip
-    config.scheduler_config.async_scheduling = False
-    config.cache_config.block_size = BLOCK_SIZE
-    return config
+    theirs = {"kv_connector": other, "kv_connector_extra_config": OTHERS[other]}
+    return several_connectors.config_of(model, theirs, ours_first, **policy)
 
 
 MakeBeside = Callable[..., BesideEngine]

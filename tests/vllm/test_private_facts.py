@@ -380,6 +380,27 @@ def test_a_multiconnector_gives_one_answer_to_all() -> None:
     assert isinstance(MultiConnector.sub_connectors, property)
 
 
+def test_a_multiconnector_loads_from_the_connector_that_it_has_noted() -> None:
+    in_order(
+        MultiConnector.get_num_new_matched_tokens,
+        "if toks is None:",
+        "return (None, False)",
+        "self._requests_to_connector[request.request_id] = i",
+    )
+    in_order(
+        MultiConnector.update_state_after_alloc,
+        "self._requests_to_connector.get(request.request_id, -1)",
+        "c.update_state_after_alloc(request, blocks, num_external_tokens)",
+        "c.update_state_after_alloc(request, blocks, 0)",
+    )
+    in_order(
+        Scheduler.schedule,
+        "self.connector.get_num_new_matched_tokens(",
+        "self.connector.update_state_after_alloc(",
+        "if load_kv_async:",
+    )
+
+
 def test_transfer_configurations_have_these_names() -> None:
     made = KVTransferConfig(kv_connector="x", kv_role="kv_both")
     assert (made.is_kv_consumer, made.is_kv_producer) == (True, True)

@@ -60,7 +60,7 @@ def rank(cache: RankHalf, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvshmConn
     side = object.__new__(WorkerSide)
     side._report, side._attached = None, frozenset()
     side._could_not_open, side._rank = False, Rank(0)
-    side._cache, side._placement = cache, Placement(torch.empty(0), [], "1")
+    side._cache, side._placement = cache, Placement(torch.empty(0), [], "1", ())
     side.loads = RankLoads(cache, side._next_report, by_block=True)
     side._vllm_config = side._kv_cache_config = None
     side._weights = RankWeights(SECONDS, side._weights_written)

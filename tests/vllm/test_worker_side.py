@@ -169,7 +169,7 @@ def test_a_description_covers_the_changes_before_it(
     monkeypatch.setattr(worker_side_module, "rank_fields", lambda *_: {"weights": "w"})
     model = Module()
     side._weights.find([SimpleNamespace(get_model=lambda: model)], side._weights_load)
-    side._placement = Placement(torch.empty(0), [], "1")
+    side._placement = Placement(torch.empty(0), [], "1", ())
     side._vllm_config = side._kv_cache_config = None
     side._weights_load()
     _, _, report = step(connector, StepMetadata(1, describe=3))

@@ -33,6 +33,7 @@ class Placement:
     regions: list[Region]
     kernel_blocks: str
     """How many of the attention kernel's blocks one block has; in each group if they differ."""
+    caches: tuple[torch.Tensor, ...]  # the layers' views, as registered
 
     @property
     def address(self) -> int:
@@ -42,6 +43,11 @@ class Placement:
     @property
     def nbytes(self) -> int:
         return int(self.storage.untyped_storage().nbytes())
+
+    def holds_caches(self) -> bool:
+        """Whether the model still reads and writes here: another connector may move the layers'
+        views to memory of its own, as LMCache's does on a CPU (``lmcache_driven``)."""
+        return all(c.untyped_storage().data_ptr() == self.address for c in self.caches)
 
 
 def regions_of(
@@ -90,7 +96,7 @@ def _place(
         end = region.offset + region.stride * (region.num_blocks - 1) + region.block_bytes
         if end > storage.numel():
             return f"{region} ends beyond the {storage.numel()} bytes of the KV cache"
-    return Placement(storage, list(regions), kernel_blocks)
+    return Placement(storage, list(regions), kernel_blocks, tuple(kv_caches.values()))
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:

@@ -265,7 +265,10 @@ class RequestImporter:
         )
 
     def _scheduled(self, import_: RequestImport) -> None:
-        """Handle a request that vLLM schedules with nothing to load."""
+        """Handle a request that vLLM schedules with nothing to load, or another connector loads."""
+        if import_.plan is not None and import_.way is Way.ASYNCHRONOUS:
+            seconds = self._cache.planner.costs.load_seconds(import_.plan.nbytes)
+            self.step.copy_seconds = max(self.step.copy_seconds - seconds, 0.0)  # not begun
         self.at_once.give_withheld(import_)
         import_.forget_match()
         if import_.stage is Stage.LOADED:
