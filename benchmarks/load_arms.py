@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from local_node import Engine, EngineSpec, clean_environment, free_port, offline, wait_until
+from lmcache_store import lmcache_store
+from local_node import Engine, EngineSpec
 from sharing_node import SharingNode
 
-SERVER_TIMEOUT_S = 120.0
 KVSHM = {
     "kv_connector": "KvshmConnector",
     "kv_connector_module_path": "kvshm.hooks.connector",
     "kv_role": "kv_both",
 }
-UNTRACKED = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Kind:
         return "lmcache" in self.connectors
 
 
-# None with LMCache asked first: behind its MP connector kvshm does not share.
+# With both, the longer prefix is loaded (KVSHM_BESIDE=1 in ``started``).
 KINDS = {
     "plain": Kind(),
     "kvshm": Kind(("kvshm",)),
@@ -112,76 +107,17 @@ def _transfer(connectors: list[dict[str, Any]]) -> tuple[str, ...]:
     return ("--kv-transfer-config", json.dumps(several if connectors[1:] else connectors[0]))
 
 
-Store = tuple[dict[str, dict[str, Any]], Mapping[str, str]]
+Found = tuple[dict[str, dict[str, Any]], Mapping[str, str]]
 """Configurations of connectors by name, and the environment that engines need for them."""
 
 
 @contextmanager
-def _nothing() -> Iterator[Store]:
+def _nothing() -> Iterator[Found]:
     yield {}, {}
 
 
 @contextmanager
-def _store(setting: Setting) -> Iterator[Store]:
-    """Start LMCache's server (its MP mode, as its documentation does)."""
-    port, health, size = free_port(), free_port(), f"{setting.extra_gb:g}"
-    found = {"PYTHONPATH": str(setting.lmcache), **UNTRACKED, **offline()}
-    command = [sys.executable, "-m", "lmcache.cli.main", "server"]
-    options = {
-        "host": "127.0.0.1",
-        "port": port,
-        "http-host": "127.0.0.1",
-        "http-port": health,
-        "chunk-size": 128,
-        "l1-size-gb": size,
-        "l1-init-size-gb": size,
-        "eviction-policy": "LRU",
-        "supported-transfer-mode": "auto",
-    }
-    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    extra = {
-        "lmcache.mp.host": "tcp://127.0.0.1",
-        "lmcache.mp.port": port,
-        "lmcache.mp.mq_timeout": 30,
-        "lmcache.mp.mp_transfer_mode": "lmcache_driven",
-    }
-    connector = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-    with _serving(command, {**clean_environment(), **found}, port):
-        yield {"lmcache": connector}, found
-
-
-@contextmanager
-def _serving(command: list[str], environment: Mapping[str, str], port: int) -> Iterator[None]:
-    """Run a server until the end of the context; begins once it listens."""
-    with tempfile.TemporaryFile() as said:
-        server = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            for _ in wait_until("LMCache's server listens", SERVER_TIMEOUT_S):
-                if _listens(port):
-                    break
-                if server.poll() is not None:
-                    said.seek(0)
-                    raise SystemExit(f"LMCache's server has ended:\n{said.read().decode()[-2000:]}")
-            yield
-        finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
-
-
-def _listens(port: int) -> bool:
-    """Whether a process listens at a TCP port of this machine: state 0A in the kernel's list."""
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    return any(f":{port:04X}" in line.split()[1] and line.split()[3] == "0A" for line in lines)
+def _store(setting: Setting) -> Iterator[Found]:
+    assert setting.lmcache is not None
+    with lmcache_store(setting.lmcache, setting.extra_gb) as store:
+        yield {"lmcache": store.connector}, store.environment

@@ -170,7 +170,8 @@ class HookLine(LogLine):
     )
     BESIDE = (
         INFO,
-        "beside %s, in a MultiConnector: failed loads of both are recomputed",
+        "beside %s, in a MultiConnector: the longer prefix is loaded, and failed loads of both are "
+        "recomputed",
         "nothing (`KVSHM_BESIDE=1`)",
     )
     CALL_MAY_WRITE = (

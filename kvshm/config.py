@@ -195,7 +195,8 @@ class Config:
         "stderr. Several processes may share it.",
     )
     beside: bool = _flag(
-        "Share also on an engine that has a connector of its own, in a MultiConnector with it."
+        "Share also on an engine that has a connector of its own, in a MultiConnector with it; of "
+        "a prompt the longer prefix is loaded."
     )
     untested: bool = _flag(
         "Share also on a vLLM that differs from the tested ones in what kvshm relies on: answers "

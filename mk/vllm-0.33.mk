@@ -39,13 +39,13 @@ rm -r $(SOURCE_BUILD)
 endef
 
 .PHONY: test-vllm test-vllm-0.33
-test-vllm: $(ENGINE) $(KVSHM) ## tests/vllm; BRIEF=1: without engines, but for one pair of each kind
+test-vllm: $(ENGINE) $(KVSHM) $(LMCACHE) ## tests/vllm; BRIEF=1: without engines, but for one pair of each kind
 	$(if $(BRIEF),$(PYTHON) -m pytest -rs -m "not vllm" -n $(WORKERS) tests/vllm)
 	$(PYTHON) -m pytest -rs $(if $(BRIEF),$(PAIRS),tests/vllm)
 
 # With tests/vllm/test_two_minors.py, which starts an engine of this version beside one of the other.
 test-vllm: export OTHER_VLLM ?= $(abspath $(if $(LATER),.venv,.venv-$(lastword $(VLLMS))))
-PAIRS := tests/vllm/test_pair.py
+PAIRS := tests/vllm/test_pair.py tests/vllm/test_beside_lmcache.py
 
 test-vllm-0.33: ## the same with vLLM 0.33
 	$(MAKE) --no-print-directory test-vllm VLLM=0.33

@@ -20,7 +20,9 @@ pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin
@@ -372,14 +374,52 @@ def test_beside_an_offloading_connector_that_vllm_derives_itself(make_config: Ma
 
 
 @pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize("hook", ["get_mem_pool_context", "get_kv_connector_kv_cache_events"])
+@pytest.mark.parametrize("hook", ["get_mem_pool_context", "has_connector_metadata", "new_in_vllm"])
 def test_what_cannot_be_combined_is_named(
     make_config: MakeConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
     """The KV cache lies in one place; and a MultiConnector passes on what it knows of."""
+    monkeypatch.setattr(KVConnectorBase_V1, hook, lambda _: None, raising=False)
     monkeypatch.setattr(ExampleConnector, hook, lambda _: None, raising=False)
     given = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     transfer = make_config(kv_transfer_config=given).kv_transfer_config
     assert transfer is not None
     assert transfer.kv_connector == "ExampleConnector"
     assert f"ExampleConnector cannot be combined due to its {hook}" in lines[-1]
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("hook", ["get_kv_connector_kv_cache_events", "role"])
+def test_what_a_multiconnector_leaves_to_kvshm_or_to_nobody_is_combined(
+    make_config: MakeConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """Both of LMCache's MP connector; a worker reports the events of one connector only."""
+    monkeypatch.setattr(ExampleConnector, hook, lambda _: None, raising=False)
+    child = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    for children in ([child], [child, child]):
+        given = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": children},
+        )
+        transfer = make_config(kv_transfer_config=given).kv_transfer_config
+        assert transfer is not None
+        combined = hook == "role" or len(children) == 1
+        assert transfer.has_connector(CONNECTOR) == combined
+        refused = f"ExampleConnector cannot be combined due to its {hook}" in lines[-1]
+        assert refused != combined
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_multiconnector_that_is_not_vllms_is_not_replaced(
+    make_config: MakeConfig, lines: Lines
+) -> None:
+    module = MultiConnector.__module__
+    given = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=module,
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": []},
+    )
+    assert make_config(kv_transfer_config=given).kv_transfer_config is given
+    assert f"the MultiConnector of {module} is not vLLM's" in lines[-1]

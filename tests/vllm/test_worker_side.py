@@ -26,7 +26,13 @@ from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.layout import Placement
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights
-from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
+from kvshm.hooks.vllm.messages import (
+    QuietReport,
+    QuietStep,
+    RankDescription,
+    RankReport,
+    StepMetadata,
+)
 from kvshm.hooks.vllm.rank_loads import RankLoads
 from kvshm.hooks.vllm.worker_side import WorkerSide
 
@@ -177,6 +183,19 @@ def test_a_description_covers_the_changes_before_it(
     assert not report.weights_changed
     step(connector, StepMetadata(2, open_epoch=table.epoch))
     assert table.life(0) == table.epoch
+
+
+def test_a_rank_whose_kv_cache_was_moved_does_not_share(connector: KvshmConnector) -> None:
+    """As LMCache's connector does on a CPU: the model then computes in memory of that one's."""
+    side = connector._worker
+    assert side is not None
+    storage = torch.zeros(8, dtype=torch.int8)
+    layers = storage[:4], storage[4:]
+    side._placement = placement = Placement(storage, [], "1", layers)
+    assert placement.holds_caches()
+    layers[1].set_(torch.zeros(4, dtype=torch.int8).untyped_storage(), 0, (4,), (1,))
+    assert not placement.holds_caches()
+    assert side.describe() == RankDescription(None, {}, "another connector has moved the KV cache")
 
 
 def test_what_comes_up_between_quiet_steps_is_reported_with_the_next(
