@@ -3,8 +3,8 @@
     PYTHONPATH=examples .venv/bin/python benchmarks/bench_load.py \\
         --arms plain-rr,plain-affinity,kvshm-rr,kvshm-least [--repetitions 5] [--plot load.svg]
 
-An arm is KIND-ROUTER.  Kinds: engines without and with kvshm, with LMCache's server, and with both,
-kvshm being asked first; those with LMCache need ``--lmcache FOLDER``, filled by ``pip install
+An arm is KIND-ROUTER.  Kinds: engines without and with kvshm, with LMCache's server, and with both
+(the longer prefix is loaded); those with LMCache need ``--lmcache FOLDER``, filled by ``pip install
 --no-deps --target FOLDER lmcache opentelemetry-exporter-prometheus``.  The router is this client:
 round robin, affinity (a prefix always goes to the same engine) or the least load, so no proxy is in
 the way.  load_traffic.py describes what is sent; every arm gets the same.  Arms that have memory
