@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -12,15 +13,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvshm._engine.load_plan import LoadReport
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm.messages import RankReport
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, description, vllm_config
+from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, description, plan_of, vllm_config
 
 OURS = {
     "kv_connector": "KvshmConnector",
     "kv_connector_module_path": "kvshm.hooks.connector",
     "kv_role": "kv_both",
 }
+PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]), row=-1)
 
 
 @dataclass
@@ -55,6 +60,44 @@ class BesideEngine(DrivenEngine):
 
     def close(self) -> None:
         self.scheduler.connector.shutdown()
+
+
+class PeeredEngine(BesideEngine):
+    """Peers hold the first blocks of every prompt."""
+
+    held = 2
+    nbytes = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        planner = self.connector._scheduler.cache.planner
+        planner.has_peers, planner.lookup = lambda: True, self._lookup
+
+    @property
+    def other(self) -> Any:
+        """The connector that is not kvshm's."""
+        return self.scheduler.connector.sub_connectors[1 - self.place]
+
+    def _lookup(self, chain: list[bytes], start: int, stop: int) -> Any:
+        length = min(stop, self.held) - start
+        if length <= 0:
+            return None
+        runs = (PlannedRun(PEER, bytes(RECORD_BYTES * length)),)
+        return plan_of(self.table.epoch, start, runs, nbytes=self.nbytes)
+
+    def loads(self, sent: Sent) -> list[Any]:
+        found: list[Any] = sent.metadata.metadata[self.place].loads
+        return found
+
+    def report(self, sent: Sent, finished: set[str], *loads: LoadReport, bad: Any = ()) -> None:
+        """The step's output comes back, with the end of these loads."""
+        step = sent.metadata.metadata[self.place].step
+        output = KVConnectorOutput(
+            finished_recving=finished or None,
+            kv_connector_worker_meta=self.reported(RankReport(step, loads=list(loads))),
+            invalid_block_ids=set(bad),
+        )
+        self.answer(sent, output)
 
 
 def config_of(model: Path, theirs: dict[str, Any], ours_first: bool, **policy: Any) -> VllmConfig:

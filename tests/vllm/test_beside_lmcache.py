@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +21,12 @@ pytest.importorskip("vllm")
 
 from completions import Result
 from lmcache_store import CONNECTOR, Store, lmcache_store
-from local_node import Engine, EngineSpec, wait_until
+from local_node import Engine, EngineSpec, clean_environment, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from .engines import PATIENCE_S, SharedNode
 from .oracle import Prompt, random_prompt
+from .scheduling import BLOCK_SIZE as SMALL
 from .several_connectors import OURS
 
 ROOT = Path(__file__).parents[2]
@@ -154,3 +157,29 @@ def test_the_longer_prefix_is_loaded_with_kvshm_beside(both: Both, name: str, bl
     assert seen.imported_blocks == (0 if blocks == 4 else 2)
     assert answer.tokens == local_hit.tokens
     assert answer == local_hit or blocks == 2  # computed blocks may be rounded otherwise
+
+
+@pytest.mark.parametrize("order", ["theirs", "ours"])
+def test_lmcache_stores_no_block_of_an_import_that_was_lost(
+    both: Both, model: Path, order: str
+) -> None:
+    """It remembers a request's blocks from the first time that it hears of them, and would store
+    under this prompt what others have in them by then."""
+    script = [sys.executable, "-m", "tests.vllm.lost_import", str(model)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), str(LMCACHE)])
+    with tempfile.TemporaryDirectory(prefix="kv-") as run_dir:
+        settings = {
+            "KVSHM_RUN_DIR": run_dir,
+            "KVSHM_STRICT": "1",
+            "KVSHM_MIN_PREFIX_TOKENS": "0",
+            "KVSHM_JOIN_WAIT_MS": "0",
+        }
+        done = subprocess.run(
+            [*script, json.dumps(both.store.connector), order],
+            env={**clean_environment(), **both.store.environment, **settings, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert f"blocks stored: {CHUNK * BLOCK_SIZE // SMALL}" in done.stdout
