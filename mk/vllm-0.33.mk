@@ -45,7 +45,7 @@ test-vllm: $(ENGINE) $(KVSHM) $(LMCACHE) ## tests/vllm; BRIEF=1: without engines
 
 # With tests/vllm/test_two_minors.py, which starts an engine of this version beside one of the other.
 test-vllm: export OTHER_VLLM ?= $(abspath $(if $(LATER),.venv,.venv-$(lastword $(VLLMS))))
-PAIRS := tests/vllm/test_pair.py tests/vllm/test_beside_lmcache.py
+PAIRS := tests/vllm/test_pair.py
 
 test-vllm-0.33: ## the same with vLLM 0.33
 	$(MAKE) --no-print-directory test-vllm VLLM=0.33

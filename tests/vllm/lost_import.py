@@ -1,9 +1,9 @@
 """LMCache's half in the scheduler beside kvshm's, an import of which loses all its blocks.
 
-    python -m tests.vllm.lost_import MODEL CONNECTOR ORDER
+    python -m tests.vllm.lost_import MODEL CONNECTOR
 
-CONNECTOR is a configuration in JSON, ORDER `ours` or `theirs`, whoever is listed first.  Fails
-unless each block that LMCache stores for the request is one that the request has.
+CONNECTOR is a configuration in JSON.  Fails unless each block that LMCache stores for the request
+is one that the request has.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def until_looked_up(engine: PeeredEngine) -> Sent:
         time.sleep(0.01)
 
 
-def main(model: str, connector: str, order: str) -> None:
-    engine = PeeredEngine(config_of(Path(model), json.loads(connector), order == "ours"), 64)
+def main(model: str, connector: str) -> None:
+    engine = PeeredEngine(config_of(Path(model), json.loads(connector), ours_first=False), 64)
     engine.add("a", prompt(18))
     sent = until_looked_up(engine)
     (load,) = engine.loads(sent)

@@ -12,16 +12,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
+import msgspec
 import pytest
+import zmq
 
 pytest.importorskip("vllm")
 
 from completions import Result
 from lmcache_store import CONNECTOR, Store, lmcache_store
-from local_node import Engine, EngineSpec, clean_environment, wait_until
+from local_node import Engine, EngineSpec, clean_environment, free_port, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from .engines import PATIENCE_S, SharedNode
@@ -51,6 +55,8 @@ class Both(NamedTuple):
     store: Store
     first: Engine
     last: Engine
+    events: str
+    """Where ``first`` publishes KV cache events."""
 
     def other(self, engine: Engine) -> Engine:
         return self.last if engine is self.first else self.first
@@ -87,20 +93,23 @@ def both(model: Path) -> Iterator[Both]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": [OURS, store.connector]},
         }
+        beside = {**environment, "KVSHM_BESIDE": "1"}
+        port = free_port()
+        publish = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
         node.start_coordinator()
         engines = node.start_engines(
-            spec("first", model, 0, store.connector, {**environment, "KVSHM_BESIDE": "1"}),
-            spec("last", model, 1, by_hand, environment),
+            spec("first", model, 0, beside, transfer=store.connector, events=publish),
+            spec("last", model, 1, environment, transfer=by_hand),
         )
         node.wait_joined(*engines)
-        yield Both(node, store, *engines)
+        yield Both(node, store, *engines, events=f"tcp://127.0.0.1:{port}")
 
 
 def spec(
-    name: str, model: Path, core: int, transfer: dict[str, Any], environment: dict[str, str]
+    name: str, model: Path, core: int, environment: dict[str, str], **settings: dict[str, Any]
 ) -> EngineSpec:
-    arguments = ("--kv-transfer-config", json.dumps(transfer))
-    return EngineSpec(name, model, core, 256, arguments, environment)
+    pairs = [(f"--kv-{name}-config", json.dumps(value)) for name, value in settings.items()]
+    return EngineSpec(name, model, core, 256, tuple(chain(*pairs)), environment)
 
 
 @pytest.fixture(params=["first", "last"])
@@ -159,10 +168,24 @@ def test_the_longer_prefix_is_loaded_with_kvshm_beside(both: Both, name: str, bl
     assert answer == local_hit or blocks == 2  # computed blocks may be rounded otherwise
 
 
-@pytest.mark.parametrize("order", ["theirs", "ours"])
-def test_lmcache_stores_no_block_of_an_import_that_was_lost(
-    both: Both, model: Path, order: str
-) -> None:
+def test_what_lmcache_says_of_its_blocks_is_among_vllms_events(both: Both) -> None:
+    """A MultiConnector of vLLM's own loses it."""
+    media: set[str] = set()
+    prompt = random_prompt(50, 4 * BLOCK_SIZE)
+    with zmq.Context() as context, context.socket(zmq.SUB) as heard:
+        heard.subscribe(b"")
+        heard.connect(both.events)
+        for _ in wait_until("LMCache's events are published", PATIENCE_S):
+            both.first.complete(prompt, cache_salt=uuid4().hex)
+            while heard.poll(500):
+                _, events, *_ = msgspec.msgpack.decode(heard.recv_multipart()[-1])
+                media |= {event["medium"] for event in events if "medium" in event}
+            if "CPU" in media:
+                break
+    assert media == {"CPU", "GPU"}
+
+
+def test_lmcache_stores_no_block_of_an_import_that_was_lost(both: Both, model: Path) -> None:
     """It remembers a request's blocks from the first time that it hears of them, and would store
     under this prompt what others have in them by then."""
     script = [sys.executable, "-m", "tests.vllm.lost_import", str(model)]
@@ -175,7 +198,7 @@ def test_lmcache_stores_no_block_of_an_import_that_was_lost(
             "KVSHM_JOIN_WAIT_MS": "0",
         }
         done = subprocess.run(
-            [*script, json.dumps(both.store.connector), order],
+            [*script, json.dumps(both.store.connector)],
             env={**clean_environment(), **both.store.environment, **settings, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
