@@ -7,6 +7,7 @@ LMCache is installed in a folder of its own, so that only what needs it sees it:
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -63,7 +64,8 @@ class Store:
 def lmcache_store(folder: Path, size_gb: float, chunk_size: int = 128) -> Iterator[Store]:
     """Start the server of the LMCache in ``folder``, and end it on leaving.  ``chunk_size``: tokens
     that it keeps together."""
-    environment = {"PYTHONPATH": str(folder), **UNTRACKED, **offline()}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
+    environment = {"PYTHONPATH": path, **UNTRACKED, **offline()}
     store = Store(environment, free_port(), free_port())
     options = {
         "host": "127.0.0.1",

@@ -340,6 +340,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         report: Any = connector_output.kv_connector_worker_meta
         if type(report) is not QuietReport and not isinstance(report, RankReport):
             report = None  # another connector's, or none
+        if connector_output.finished_sending:
+            self._scheduler.saved(connector_output.finished_sending)
         finished = connector_output.finished_recving or set()
         self._scheduler.output(finished, report, connector_output.invalid_block_ids)
 

@@ -357,6 +357,12 @@ class SchedulerSide:
         for import_ in self.importer.roll_back():
             self.prompts.import_ended(import_)
 
+    def saved(self, request_ids: set[str]) -> None:
+        """Other connectors have saved what they wanted of these requests, which have ended.  Leaves
+        in ``request_ids`` only those whose blocks vLLM may free for that.  Before ``output``."""
+        if self._vllm is not None:
+            self._vllm.drop_held(request_ids, self.importer.running.by_id)
+
     def output(
         self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:

@@ -6,7 +6,7 @@ the blocks of preempted requests only after the steps in flight, and loads hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from kvshm._base.log import LogLimit, logger
@@ -62,6 +62,13 @@ class VllmScheduler:
         reported -= odd
         if odd and self._log_limit.allows(HookLine.LOADS_NOT_AWAITED):
             log.line(HookLine.LOADS_NOT_AWAITED, len(odd))
+
+    def drop_held(self, saved: set[str], loading: Container[str]) -> None:
+        """Leave in ``saved``, ended requests whose blocks another connector no longer needs, only
+        those whose blocks vLLM may free for that: an import that is ``loading`` frees its request's
+        when it ends, also in the same output; and vLLM would end at a request that it has freed."""
+        known = self.scheduler.requests
+        saved -= {name for name in saved if name in loading or name not in known}
 
     def _awaits(self, request_id: str) -> bool:
         request = self.scheduler.requests.get(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,11 +90,19 @@ class PeeredEngine(BesideEngine):
         found: list[Any] = sent.metadata.metadata[self.place].loads
         return found
 
-    def report(self, sent: Sent, finished: set[str], *loads: LoadReport, bad: Any = ()) -> None:
-        """The step's output comes back, with the end of these loads."""
+    def report(
+        self,
+        sent: Sent,
+        finished: set[str],
+        *loads: LoadReport,
+        bad: Any = (),
+        saved: Collection[str] = (),
+    ) -> None:
+        """The step's output comes back, with the end of these loads, and what a store has saved."""
         step = sent.metadata.metadata[self.place].step
         output = KVConnectorOutput(
             finished_recving=finished or None,
+            finished_sending=set(saved) or None,
             kv_connector_worker_meta=self.reported(RankReport(step, loads=list(loads))),
             invalid_block_ids=set(bad),
         )

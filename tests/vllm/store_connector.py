@@ -25,6 +25,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         """With how many tokens it was told of blocks, by request."""
         self.blocks: dict[str, list[int]] = {}
         """The blocks of each request that has not ended."""
+        self.saves = False
+        """Whether vLLM is to keep the blocks of a request that has ended."""
         self.locked: set[str] = set()
         """Requests for which it has offered something, until it is told what becomes of it."""
 
@@ -49,7 +51,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self.blocks.pop(request.request_id, None)
         self.locked.discard(request.request_id)
-        return False, None
+        return self.saves, None
 
     request_finished_all_groups = request_finished
 

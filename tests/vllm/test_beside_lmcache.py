@@ -11,21 +11,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
-import msgspec
 import pytest
-import zmq
 
 pytest.importorskip("vllm")
 
 from completions import Result
 from lmcache_store import CONNECTOR, Store, lmcache_store
-from local_node import Engine, EngineSpec, clean_environment, free_port, wait_until
+from local_node import Engine, EngineSpec, clean_environment, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from .engines import PATIENCE_S, SharedNode
@@ -55,8 +51,6 @@ class Both(NamedTuple):
     store: Store
     first: Engine
     last: Engine
-    events: str
-    """Where ``first`` publishes KV cache events."""
 
     def other(self, engine: Engine) -> Engine:
         return self.last if engine is self.first else self.first
@@ -86,30 +80,26 @@ class Both(NamedTuple):
 @pytest.fixture(scope="module")
 def both(model: Path) -> Iterator[Both]:
     with lmcache_store(LMCACHE, 1, CHUNK * BLOCK_SIZE) as store, SharedNode() as node:
-        path = os.pathsep.join([str(ROOT), store.environment["PYTHONPATH"]])
-        environment = {**store.environment, "PYTHONPATH": path}
         by_hand = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": [OURS, store.connector]},
         }
-        beside = {**environment, "KVSHM_BESIDE": "1"}
-        port = free_port()
-        publish = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
+        beside = {**store.environment, "KVSHM_BESIDE": "1"}
         node.start_coordinator()
         engines = node.start_engines(
-            spec("first", model, 0, beside, transfer=store.connector, events=publish),
-            spec("last", model, 1, environment, transfer=by_hand),
+            spec("first", model, 0, store.connector, beside),
+            spec("last", model, 1, by_hand, store.environment),
         )
         node.wait_joined(*engines)
-        yield Both(node, store, *engines, events=f"tcp://127.0.0.1:{port}")
+        yield Both(node, store, *engines)
 
 
 def spec(
-    name: str, model: Path, core: int, environment: dict[str, str], **settings: dict[str, Any]
+    name: str, model: Path, core: int, transfer: dict[str, Any], environment: Mapping[str, str]
 ) -> EngineSpec:
-    pairs = [(f"--kv-{name}-config", json.dumps(value)) for name, value in settings.items()]
-    return EngineSpec(name, model, core, 256, tuple(chain(*pairs)), environment)
+    arguments = ("--kv-transfer-config", json.dumps(transfer))
+    return EngineSpec(name, model, core, 256, arguments, environment)
 
 
 @pytest.fixture(params=["first", "last"])
@@ -168,28 +158,13 @@ def test_the_longer_prefix_is_loaded_with_kvshm_beside(both: Both, name: str, bl
     assert answer == local_hit or blocks == 2  # computed blocks may be rounded otherwise
 
 
-def test_what_lmcache_says_of_its_blocks_is_among_vllms_events(both: Both) -> None:
-    """A MultiConnector of vLLM's own loses it."""
-    media: set[str] = set()
-    prompt = random_prompt(50, 4 * BLOCK_SIZE)
-    with zmq.Context() as context, context.socket(zmq.SUB) as heard:
-        heard.subscribe(b"")
-        heard.connect(both.events)
-        for _ in wait_until("LMCache's events are published", PATIENCE_S):
-            both.first.complete(prompt, cache_salt=uuid4().hex)
-            while heard.poll(500):
-                _, events, *_ = msgspec.msgpack.decode(heard.recv_multipart()[-1])
-                media |= {event["medium"] for event in events if "medium" in event}
-            if "CPU" in media:
-                break
-    assert media == {"CPU", "GPU"}
-
-
 def test_lmcache_stores_no_block_of_an_import_that_was_lost(both: Both, model: Path) -> None:
     """It remembers a request's blocks from the first time that it hears of them, and would store
     under this prompt what others have in them by then."""
     script = [sys.executable, "-m", "tests.vllm.lost_import", str(model)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), str(LMCACHE)])
+    path = os.pathsep.join(
+        [str(ROOT), str(ROOT / "examples"), both.store.environment["PYTHONPATH"]]
+    )
     with tempfile.TemporaryDirectory(prefix="kv-") as run_dir:
         settings = {
             "KVSHM_RUN_DIR": run_dir,

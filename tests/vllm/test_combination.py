@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.request import RequestStatus
 
 from kvshm._engine.load_plan import LoadReport
 from kvshm.hooks.vllm.combination import KV_EVENTS, Offer, choose
@@ -184,8 +185,6 @@ def test_a_load_of_the_stores_that_is_lost_may_come_from_a_peer(
 
 @BOTH_ORDERS
 def test_an_aborted_request_leaves_nothing(combined: MakeEngine, ours_first: bool) -> None:
-    from vllm.v1.request import RequestStatus
-
     e = combined(ours_first)
     store_of(e).has = [(16, True)]
     e.add("a", prompt(3))
@@ -195,6 +194,46 @@ def test_an_aborted_request_leaves_nothing(combined: MakeEngine, ours_first: boo
     e.report(sent, {"a"}, LoadReport("a", ()))
     assert not e.scheduler.requests
     assert not e.connector._scheduler.importer.imports
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("saved", ["before", "with", "after"])
+def test_blocks_of_an_aborted_request_are_freed_once_when_its_import_has_ended(
+    combined: MakeEngine, ours_first: bool, saved: str
+) -> None:
+    """A store that saves (LMCache's does) gives such a request back in the next step: the copy
+    would go on into blocks of others, or vLLM end at a request that it no longer has."""
+    e = combined(ours_first)
+    store_of(e).saves = True
+    pool = e.scheduler.kv_cache_manager.block_pool
+    before = pool.get_num_free_blocks()
+    e.add("a", prompt(3))
+    sent = e.schedule()
+    assert e.loads(sent)
+    e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    e.report(sent, set())
+    if saved == "before":
+        e.report(e.schedule(), set(), saved={"a"})
+        assert pool.get_num_free_blocks() < before
+    e.report(e.schedule(), {"a"}, LoadReport("a", ()), saved={"a"} if saved == "with" else ())
+    if saved == "after":
+        e.report(e.schedule(), set(), saved={"a"})
+    e.step()
+    assert not e.scheduler.requests
+    assert pool.get_num_free_blocks() == before
+
+
+@BOTH_ORDERS
+def test_a_request_without_an_import_is_freed_when_it_was_saved(
+    combined: MakeEngine, ours_first: bool
+) -> None:
+    e = combined(ours_first)
+    e.held, store_of(e).saves = 0, True
+    e.add("a", prompt(3), max_tokens=1)
+    e.step()
+    assert e.scheduler.requests
+    e.report(e.schedule(), set(), saved={"a"})
+    assert not e.scheduler.requests
 
 
 @BOTH_ORDERS
