@@ -321,7 +321,14 @@ def test_a_load_that_failed_leaves_its_request_as_new(engine: Make) -> None:
 
 
 def test_a_load_is_reported_once() -> None:
-    in_order(Scheduler._update_from_kv_xfer_finished, "WAITING_FOR_REMOTE_KVS", "assert Request")
+    in_order(
+        Scheduler._update_from_kv_xfer_finished,
+        "WAITING_FOR_REMOTE_KVS",
+        "assert Request",
+        "finished_sending or ()",
+        "assert req_id in self.requests",
+        "self._free_blocks(",
+    )
 
 
 def test_a_forced_reset_preempts_first(engine: Make) -> None:
