@@ -33,7 +33,7 @@ class HookLine(LogLine):
     )
     UNKNOWN_QUEUE = (
         WARNING,
-        "leased and held blocks are reused like others: unknown block queue",
+        "leased, held and last blocks are reused like others: unknown block queue",
         "nothing has to be done: blocks are handed out in vLLM's own order, and imports of "
         "blocks that are reused meanwhile fail and are computed. The version of vLLM is one "
         "that kvshm does not know",

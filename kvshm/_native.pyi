@@ -11,7 +11,7 @@ bit, row or offset that does not exist, ValueError or TypeError for other bad ar
 or TypeError if a buffer that is written is read-only).  No function blocks, except ``pulse``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
@@ -25,6 +25,7 @@ _Run = TypeVar("_Run", bound=tuple[Any, ...])
 """Chain, index of the first block, packed pairs of block and version; then, if given, how many
 hashes the chain has for each block (otherwise 1), and whatever the caller adds."""
 
+FoundDuplicates: TypeAlias = tuple[list[Any], Any, int, bool]
 KeptRuns: TypeAlias = tuple[list[tuple[Any, Any]], int, int]
 
 NUM_SYNC_POINTS: int
@@ -48,8 +49,8 @@ def marks_retract(
 ) -> tuple[bytes, list[BlockId]]:
     """``marks_change``, then ``retract`` for the published ones, counted at offset ``counter``."""
 
-def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
-    """See ``Marks.sound``."""
+def marks_touch(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
+    """See ``Marks.touch``."""
 
 def marks_write(
     marks: Buffer, table: Sequence[Any], first: int, last: int, complete: int, /
@@ -81,6 +82,44 @@ def kept_runs(table: Buffer, head: Any, wanted: int, most: int, now: int, /) -> 
     """Walk the blocks that follow ``head`` by their ``next_free_block``, ``most`` at most, until
     ``wanted`` of them are not kept (``kvshm_kept``).  Returns the first and last block of each run
     of kept ones, and how many blocks were not kept, and how many were."""
+
+# -- duplicates: the ``tables`` are those of the engines that count, by row of ``index``
+
+def find_duplicates(
+    table: Buffer,
+    index: Buffer,
+    tables: Mapping[int, Buffer],
+    marks: Buffer,
+    needed: Buffer,
+    turn: int,
+    begin: Any,
+    wanted: int,
+    most: int,
+    now: int,
+    /,
+) -> FoundDuplicates:
+    """Walk such a queue from behind ``begin`` until ``wanted`` duplicates were found that no block
+    needs which stays, or ``most`` blocks were walked, or the queue has ended.  Returns the
+    duplicates, the last block walked, how many were, and whether it is the queue's last.
+    ``needed``: room that walks share, of 8 bytes for each of a power of two of hashes, 0 at first;
+    a walk uses what others of its ``turn`` have put there."""
+
+def still_duplicates(
+    table: Buffer,
+    index: Buffer,
+    tables: Mapping[int, Buffer],
+    marks: Buffer,
+    needed: Buffer,
+    turn: int,
+    blocks: list[Any],
+    now: int,
+    /,
+) -> tuple[list[Any], bytes]:
+    """Return those of these pool blocks, which a walk has found in this order, that are duplicates
+    now and not needed, and one copy of each, packed."""
+
+def count_lost(index: Buffer, tables: Mapping[int, Buffer], copies: bytes, /) -> int:
+    """Return how many of these copies are gone."""
 
 # -- slots: importer's side
 

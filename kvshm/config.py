@@ -81,10 +81,9 @@ def _setting(
     return field(default=default, metadata=about)
 
 
-def _flag(meaning: str, for_tests: bool = False) -> Any:
-    """A switch that is off by default."""
+def _flag(meaning: str, for_tests: bool = False, default: bool = False) -> Any:
     accepts = "0 or 1 (or no, false, off; yes, true, on)"
-    return _setting(False, values.boolean, accepts, meaning, for_tests)
+    return _setting(default, values.boolean, accepts, meaning, for_tests)
 
 
 def _one_of(default: StrEnum, meaning: str) -> Any:
@@ -150,6 +149,11 @@ class Config:
         Share.ALL,
         "Whose blocks are shared: every request's, only those with a cache_salt, no request's. "
         "Only vLLM's hooks know which have one: other engines share nothing with salted-only.",
+    )
+    duplicates_first: bool = _flag(
+        "Reuse blocks that another engine has, too, before the last copies of others; else in "
+        "vLLM's order.",
+        default=True,
     )
     verify: bool = _flag("Checksum blocks when published and compare after each import.")
     staging: bool = _flag(

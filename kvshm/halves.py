@@ -21,6 +21,7 @@ from kvshm._base.ids import Epoch as Epoch
 from kvshm._base.ids import LoadId as LoadId
 from kvshm._base.ids import Rank as Rank
 from kvshm._engine.costs import Costs as Costs
+from kvshm._engine.duplicate_search import DuplicateSearch as DuplicateSearch
 from kvshm._engine.epoch_state import EngineSpec as EngineSpec
 from kvshm._engine.groups import Group as Group
 from kvshm._engine.groups import Groups as Groups
@@ -45,11 +46,13 @@ from kvshm._rank.rank_half import POLL_SECONDS as POLL_SECONDS
 from kvshm._rank.rank_half import RankHalf as RankHalf
 from kvshm._shm.error_log import ErrorCode as ErrorCode
 from kvshm._shm.statistics import BAD_OPTIONS as BAD_OPTIONS
+from kvshm._shm.statistics import DUPLICATES_REUSED as DUPLICATES_REUSED
 from kvshm._shm.statistics import HOOK_ERRORS as HOOK_ERRORS
 from kvshm._shm.statistics import IMPORT_TIMES_TEXT as IMPORT_TIMES_TEXT
 from kvshm._shm.statistics import IMPORTED_BLOCKS as IMPORTED_BLOCKS
 from kvshm._shm.statistics import IMPORTED_TOKENS as IMPORTED_TOKENS
 from kvshm._shm.statistics import KEPT as KEPT
+from kvshm._shm.statistics import LAST_COPIES_REUSED as LAST_COPIES_REUSED
 from kvshm._shm.statistics import LOADS_AT_ONCE as LOADS_AT_ONCE
 from kvshm._shm.statistics import LOADS_FAILED as LOADS_FAILED
 from kvshm._shm.statistics import LOADS_LOST as LOADS_LOST

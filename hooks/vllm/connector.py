@@ -274,7 +274,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def blocks_wanted(self, count: int) -> None:
         if (tracker := self._tracker) is not None:
-            tracker.kept.put_last(count)
+            tracker.free_order.change(count)
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from kvshm.halves import (
     MISS_NO_ROOM,
     EngineSpec,
     Groups,
+    Marks,
     SchedulerHalf,
     blocks_of,
 )
@@ -28,6 +29,7 @@ from .call_stack import callers_with
 from .combination import Combination
 from .epochs import Epochs
 from .exports.block_tracker import BlockTracker
+from .exports.free_order import FreeOrder
 from .exports.pending_blocks import CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
 from .identity.fields import scheduler_fields
@@ -134,10 +136,14 @@ class SchedulerSide:
         return None
 
     def _track(self, manager: Any, groups: Groups) -> Callable[[], bool]:
-        """Track what is known of each block; returns whether free blocks may be kept."""
+        """Track what is known of each block; returns whether the order of free ones may change."""
         delay = 1 if self._vllm_config.speculative_config else 0
-        self.tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
-        return self.tracker.kept.may_exist
+        pool, first = manager.block_pool, self._config.duplicates_first
+        marks = Marks(len(pool.blocks), pool.null_block.block_id)
+        order = FreeOrder(self.cache, pool, marks, duplicates_first=first)
+        may_share = self.importer.may_share
+        self.tracker = BlockTracker(self.cache, manager, groups, may_share, marks, order, delay)
+        return order.may_change
 
     # -- resets of vLLM's pool
 

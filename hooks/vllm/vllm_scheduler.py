@@ -63,7 +63,7 @@ class VllmScheduler:
         if odd and self._log_limit.allows(HookLine.LOADS_NOT_AWAITED):
             log.line(HookLine.LOADS_NOT_AWAITED, len(odd))
 
-    def drop_held(self, saved: set[str], loading: Container[str]) -> None:
+    def drop_held(self, saved: set[str], loading: Container[str | int]) -> None:
         """Leave in ``saved``, ended requests whose blocks another connector no longer needs, only
         those whose blocks vLLM may free for that: an import that is ``loading`` frees its request's
         when it ends, also in the same output; and vLLM would end at a request that it has freed."""

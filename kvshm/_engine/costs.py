@@ -8,6 +8,7 @@ Pure: the caller measures the times.  Two straight lines are fitted to the measu
 
 from __future__ import annotations
 
+import math
 from math import frexp
 
 DECAY = 0.97
@@ -142,6 +143,13 @@ class Costs:
         if mean is not None:  # one size only: more bytes take the assumed rate
             return mean[1] + max(nbytes - mean[0], 0.0) / UNMEASURED_BYTES_PER_SECOND
         return UNMEASURED_LATENCY + nbytes / UNMEASURED_BYTES_PER_SECOND
+
+    def import_share(self, tokens: int, nbytes: int) -> float:
+        """What importing these tokens takes, as a share of computing them; 0 before a prefill."""
+        computing = self.compute_seconds(tokens)
+        if computing is None:
+            return 0.0
+        return self.load_seconds(nbytes) / computing if computing else math.inf
 
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
         """Whether to import rather than compute these tokens, at times False as a trial.

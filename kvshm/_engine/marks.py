@@ -32,7 +32,9 @@ class Run(NamedTuple):
 
 
 SOUND = 1
-"""Flag.  The other flag, 2, is the native module's: the block is published."""
+"""Flag.  The other flag, 2, is the native module's: the block is published.  The bits behind them
+count uses."""
+_USED_SHIFT = 2
 _PAIR = struct.Struct("<II")
 
 
@@ -48,9 +50,9 @@ class Marks:
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
         self._words = memoryview(self.packed).cast("I")
-        self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
-        """``(table, count)``: number of sound pool blocks before the first that is not sound,
-        among the first ``count``."""
+        self.touch: Callable[[Sequence[Any], int], int] = partial(_native.marks_touch, self.packed)
+        """``(table, count)``: a request begins with the first ``count`` pool blocks.  Returns how
+        many are sound before the first that is not; these have one use more."""
         self.write: Callable[[Sequence[Any], int, int, int], tuple[bytes, list[BlockId]]] = partial(
             _native.marks_write, self.packed
         )
@@ -76,6 +78,10 @@ class Marks:
         """Mark blocks as sound: their contents are trusted, or will be when their step ends."""
         for block in blocks:
             self._words[2 * block + 1] |= SOUND
+
+    def uses(self, block: BlockId) -> int:
+        """How many requests have begun with a block's present contents."""
+        return self._words[2 * block + 1] >> _USED_SHIFT
 
     def with_versions(self, blocks: Iterable[BlockId]) -> bytes:
         """Return the blocks with their present versions, packed for a run."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvshm._base.core_lines import CoreLine
@@ -54,9 +54,11 @@ class _PeerView(NamedTuple):
     """The peers that offer blocks according to the roster, by row."""
     mask: int
     """The keys of ``rows`` as bits."""
+    tables: dict[int, memoryview]
+    """The slot tables of ``rows``."""
 
 
-_NO_PEERS = _PeerView({}, {}, 0)
+_NO_PEERS = _PeerView({}, {}, 0, {})
 
 
 class PeersStats(NamedTuple):
@@ -240,6 +242,17 @@ class Peers:
                 return planned
         return []
 
+    def offer_blocks(self) -> bool:
+        """Whether a peer offers blocks.  Fast."""
+        return self._view.mask != 0
+
+    def usable_tables(self) -> Mapping[int, memoryview]:
+        """The slot tables of the peers that ``lookup`` may name, by row of the replica."""
+        view = self._view
+        if (now := self._clock()) >= self._last_pause_end:
+            return view.tables
+        return {row: t for row, t in view.tables.items() if view.rows[row].paused_until <= now}
+
     def name_of(self, epoch: int) -> str:
         """The name of an engine, empty if it is not a peer (any more)."""
         return peer.info.name if (peer := self._find(epoch)) is not None else ""
@@ -320,7 +333,8 @@ class Peers:
         """Show changes to the scheduler's thread."""
         heard = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
         rows = {p.row: p for p in heard if not (p.dead or p.info.imports_only)}
-        self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))
+        tables = {row: peer.table.buffer for row, peer in rows.items()}
+        self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows), tables)
         if self._closed:  # possibly since the line above
             self._view = _NO_PEERS
 

@@ -93,6 +93,11 @@ class SlotTableView(TableHeader):
             segment.close()
             raise
 
+    @property
+    def buffer(self) -> memoryview:
+        """The whole segment, as ``_native`` takes it."""
+        return self._segment.buffer
+
     def scan(self) -> bytes:
         """Records of all READY slots; slots that change meanwhile may be missing."""
         parts, block = [], 0

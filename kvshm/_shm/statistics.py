@@ -239,6 +239,23 @@ LOADS_LOST = Counter(
     51, "loads_lost", "Imports whose end was not reported in time; their requests were computed."
 )
 
+# -- more of the exporter's side
+DUPLICATES_REUSED = Counter(
+    52,
+    "duplicates_reused",
+    "Blocks reused, before others, because another engine has the same.",
+    Unit.BLOCKS,
+)
+LAST_COPIES_REUSED = Counter(
+    53, "last_copies_reused", "Blocks reused of which no other engine had a copy.", Unit.BLOCKS
+)
+DUPLICATES_LOST = Counter(
+    54,
+    "duplicates_lost",
+    "Blocks of duplicates_reused whose other copy was gone a moment later, too.",
+    Unit.BLOCKS,
+)
+
 # -- replica and coordinator
 INDEX_FULL = Counter(56, "index_full", "Events that the replica index had no room for.")
 RESYNCS = Counter(57, "resyncs", "Slot tables of others read again after a gap in their events.")

@@ -81,6 +81,10 @@
  *     kvshm_census_missing   load acquire         likewise
  *     kvshm_census_missing   load relaxed         likewise
  *     is_known               load relaxed         likewise; and an entry that moves may be missed
+ *   duplicates.c
+ *     would_lease            load relaxed         a row that is reused: the lease asks for the epoch
+ *     read_slot              load relaxed         own words, which this thread writes; the hold is a
+ *                                                 hint
  *   core_index.h
  *     open_index             load relaxed         the capacity never changes after kvshm_mark_ready
  *     entry_at               load relaxed         a reader: within its seq-lock; the writer: its

@@ -10,6 +10,7 @@
 
 #include "layout.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -71,6 +72,25 @@ int64_t kvshm_reset(kvshm_segment table);
  * created).  Only a hint: both may change at any time.  Returns how many are. */
 int64_t kvshm_kept(kvshm_segment table, const uint32_t *blocks, size_t count, uint32_t now,
                    uint8_t *kept);
+
+/* A free block of the engine's own, and who else has the same block, of the same group. */
+typedef struct {
+    kvshm_record copy; /* hash, depth and group of the block; block id and generation of the copy */
+    uint64_t parent;   /* first bytes of the hash before it in its chain; 0: none */
+    uint32_t row;      /* of the copy's engine in the replica */
+    enum { KVSHM_UNPUBLISHED, KVSHM_LAST_COPY, KVSHM_DUPLICATE } kind;
+} kvshm_free_block;
+
+/* Find out what free blocks are at this moment: a READY block is a duplicate if it is neither leased
+ * nor held at `now`, and an engine in `tables` (by row of the replica; base NULL: none) would lease
+ * the same one.  The replica gives hints, the other's table decides. */
+int64_t kvshm_look_at_free(kvshm_segment table, kvshm_segment index, const kvshm_segment *tables,
+                           const uint32_t *blocks, size_t count, uint32_t now,
+                           kvshm_free_block *found);
+
+/* Whether that engine would still lease the copy of a duplicate. */
+bool kvshm_copy_is_there(const kvshm_segment *tables, kvshm_segment index,
+                         const kvshm_free_block *duplicate);
 
 /* -- slots: importer's side ---------------------------------------------------------- */
 

@@ -82,19 +82,20 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
                          kvshm_retract_blocks(module, &table, shown.of, shown.count));
 }
 
-static PyObject *native_marks_sound(PyObject *module, PyObject *args)
+static PyObject *native_marks_touch(PyObject *module, PyObject *args)
 {
     MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
     kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
-    if (!PyArg_ParseTuple(args, "O&On:marks_sound", kvshm_to_marks, &marks, &table, &stop))
+    if (!PyArg_ParseTuple(args, "O&On:marks_touch", kvshm_to_marks, &marks, &table, &stop))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
     for (; sound < stop && sound < length; sound++) {
-        const mark *one = mark_at(&marks, table, sound, places);
+        mark *one = mark_at(&marks, table, sound, places);
         if (!one || !(one->flags & SOUND))
             break;
+        one->flags += USED;
     }
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(sound);
 }
@@ -138,7 +139,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
 PyMethodDef kvshm_mark_methods[] = {
     {"marks_change", native_marks_change, METH_VARARGS, NULL},
     {"marks_retract", native_marks_retract, METH_VARARGS, NULL},
-    {"marks_sound", native_marks_sound, METH_VARARGS, NULL},
+    {"marks_touch", native_marks_touch, METH_VARARGS, NULL},
     {"marks_write", native_marks_write, METH_VARARGS, NULL},
     {"marks_step", kvshm_marks_step, METH_VARARGS, NULL},
     {"marks_publish", kvshm_marks_publish, METH_VARARGS, NULL},

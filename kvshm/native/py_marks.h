@@ -7,7 +7,7 @@
 
 #include <stdbool.h>
 
-enum { SOUND = 1, SHOWN = 2 };
+enum { SOUND = 1, SHOWN = 2, USED = 4 }; /* from USED on they count the requests that began with it */
 
 typedef struct {
     uint32_t version, flags;

@@ -253,6 +253,7 @@ static int native_exec(PyObject *module)
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
         PyModule_AddFunctions(module, kvshm_pool_methods) < 0 ||
+        PyModule_AddFunctions(module, kvshm_duplicate_methods) < 0 ||
         PyModule_AddFunctions(module, kvshm_index_methods) < 0)
         return -1;
     return PyModule_AddFunctions(module, kvshm_mark_methods);

@@ -8,7 +8,7 @@
 #include "core.h"
 
 extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[],
-    kvshm_pool_methods[];
+    kvshm_pool_methods[], kvshm_duplicate_methods[];
 
 PyObject *kvshm_pulse(PyObject *module, PyObject *args);
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args);

@@ -91,6 +91,25 @@ static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
     free_arrays(a);
 }
 
+/* Whatever is damaged, a duplicate has a copy in a row that has a table. */
+static void look_at_free(kvshm_segment table, kvshm_segment index, uint64_t *seed)
+{
+    arrays a = new_arrays(seed);
+    kvshm_segment tables[KVSHM_NUM_ROWS] = {0};
+    kvshm_free_block *found = malloc(BATCH * sizeof *found);
+    for (uint32_t row = 0; row < 3; row++)
+        tables[row] = table;
+    if (kvshm_look_at_free(table, index, tables, a.blocks, BATCH, below(seed, 9), found) == KVSHM_OK)
+        for (int i = 0; i < BATCH; i++) {
+            REQUIRE(found[i].kind != KVSHM_DUPLICATE || found[i].row < 3);
+            found[i].row = below(seed, 70);
+            found[i].copy.block_id = (uint32_t)random_word(seed) >> below(seed, 32);
+            kvshm_copy_is_there(tables, index, &found[i]);
+        }
+    free(found);
+    free_arrays(a);
+}
+
 /* Overwrite some bytes, by preference where the numbers stand. */
 static void damage(kvshm_segment segment, uint64_t *seed)
 {
@@ -117,6 +136,7 @@ void fuzz(void)
                 cut.length = random_word(&seed) % (table.length + 1);
             call_table(cut, &seed);
             call_index(index, tombstones, &seed);
+            look_at_free(cut, index, &seed);
         }
         free(table.base), free(index.base), free(tombstones);
     }

@@ -17,7 +17,7 @@ import pytest
 FILES = ("core_driver.c", "core_fuzz.c", "core_scribble.c")
 DRIVER = [Path(__file__).with_name(name) for name in FILES]
 CORE = Path(__file__).parents[2] / "kvshm" / "native"
-PARTS = ("core.c", "exporter.c", "importer.c", "lookup.c", "replica.c")
+PARTS = ("core.c", "duplicates.c", "exporter.c", "importer.c", "lookup.c", "replica.c")
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-pthread", "-fno-sanitize-recover=all")
 
 

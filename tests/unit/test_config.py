@@ -52,6 +52,7 @@ def test_every_value_is_read() -> None:
             "KVSHM_JOIN_WAIT_MS": "30",
             "KVSHM_MAX_IMPORT_BLOCKS": "7",
             "KVSHM_SHARE": "salted-only",
+            "KVSHM_DUPLICATES_FIRST": "0",
             "KVSHM_VERIFY": "1",
             "KVSHM_STAGING": "1",
             "KVSHM_WEIGHTS_CHECK_SECONDS": "0.5",
@@ -76,6 +77,7 @@ def test_every_value_is_read() -> None:
     assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
     assert (config.weights_check_seconds, config.read_only_calls) == (0.5, "tell,my_stats")
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
+    assert not config.duplicates_first
     assert (config.staging, config.beside, config.untested) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
     assert config.join_wait_ms == 30.0

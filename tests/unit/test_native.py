@@ -33,6 +33,9 @@ from kvshm._shm.layout import (
 )
 from kvshm.errors import CorruptSegment
 
+from .test_native_index import make_index
+
+INDEX = make_index(8)
 EPOCH = 0x1234_5678_9ABC_DEF0
 BLOCKS = 8
 RANKS = 2
@@ -278,6 +281,7 @@ def test_address_is_where_the_buffer_lies() -> None:
 
 # -- refusals
 
+MARKS = bytearray(8)
 FREE = SimpleNamespace(next_free_block=SimpleNamespace(block_id=0, next_free_block=None))
 
 CALLS: list[Callable[[mmap.mmap], object]] = [
@@ -291,6 +295,8 @@ CALLS: list[Callable[[mmap.mmap], object]] = [
     lambda t: _native.recheck(t, EPOCH, 0, pack(0)),
     lambda t: _native.hold(t, EPOCH, pack(0), 0, 5),
     lambda t: _native.kept_runs(t, FREE, 1, 1, 0),
+    lambda t: _native.find_duplicates(t, INDEX, {}, MARKS, MARKS, 0, FREE, 1, 1, 0),
+    lambda t: _native.still_duplicates(t, INDEX, {}, MARKS, MARKS, 0, [FREE.next_free_block], 0),
     lambda t: _native.sweep(t, 1),
     lambda t: _native.scan(t, 0, 1),
 ]

@@ -54,8 +54,8 @@ MAY = {
     "table.from_fd('', 0)": {RANK, PEER, ROSTER, VIEW},
 }
 READS = (
-    "WRITABLE age_seconds alive check_integrity checksum close count_blocks died errors heartbeat "
-    "in_use loads_since missing_in progress "
+    "WRITABLE age_seconds alive buffer check_integrity checksum close count_blocks died errors "
+    "heartbeat in_use loads_since missing_in progress "
     "is_alive kept_until lease_bit leases_taken life name nbytes now "
     "owner_begun owner_died retired seconds_left slot slots"
 )

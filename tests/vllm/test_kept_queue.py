@@ -15,6 +15,8 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
+from kvshm.halves import Marks
+from kvshm.hooks.vllm.exports.free_order import FreeOrder
 from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 
 from ..unit.served import AnyTable
@@ -41,6 +43,18 @@ def test_free_blocks_are_taken_from_the_head_of_a_linked_list() -> None:
     assert tail.prev_free_block.next_free_block is tail
 
 
+def test_free_blocks_without_a_hash_come_first() -> None:
+    pool = BlockPool(9, True, 16)
+    first, second, third = pool.get_new_blocks(3)
+    for block, digest in ((first, b"1"), (third, b"3")):
+        block.set_block_hash(make_block_hash_with_group_id(BlockHash(digest * 32), 0))
+    rest = pool.get_new_blocks(5)
+    pool.free_blocks([third, second, first])
+    pool.free_blocks(rest[:1])
+    assert pool.free_block_queue.get_all_free_blocks() == [rest[0], second, third, first]
+    assert [block.block_hash is None for block in (rest[0], second)] == [True, True]
+
+
 class Life:
     """A pool of vLLM's and a slot table, and random holders."""
 
@@ -51,7 +65,7 @@ class Life:
         for rank in range(self.table.num_ranks):
             self.table.set_life(rank)
         cache: Any = SimpleNamespace(epoch_state=SimpleNamespace(table=self.table))
-        self.kept = KeptBlocks(cache, self.pool)
+        self.kept = KeptBlocks(cache, self.pool.free_block_queue)
         self.records: dict[int, bytes] = {}
         self.used: list[Any] = []
         self.wanted = set[int]()
@@ -122,10 +136,12 @@ def test_kept_blocks_go_to_the_end_and_all_others_stay_in_order(subtests: pytest
             life.table.close()
 
 
-def test_an_unknown_queue_keeps_nothing_and_says_so(lines: Lines) -> None:
+def test_an_unknown_queue_stays_as_it_is_and_the_log_says_so(lines: Lines) -> None:
     table = SimpleNamespace(kept_until=1)
     cache: Any = SimpleNamespace(epoch_state=SimpleNamespace(table=table))
-    assert KeptBlocks(cache, BlockPool(4, True, 16)).may_exist()
+    marks = Marks(4)
+    assert FreeOrder(cache, BlockPool(4, True, 16), marks, duplicates_first=False).may_change()
     assert not lines
-    assert not KeptBlocks(cache, SimpleNamespace(null_block=object())).may_exist()
-    assert "leased and held blocks are reused like others" in lines[0]
+    odd = SimpleNamespace(null_block=object())
+    assert not FreeOrder(cache, odd, marks, duplicates_first=True).may_change()
+    assert "leased, held and last blocks are reused like others" in lines[0]

@@ -141,6 +141,9 @@ EXPORTING = (
     _counter("blocks_drained", c.DRAINED),
     _counter("forced", c.FORCED),
     _counter("blocks_kept", c.KEPT),
+    _counter("duplicates_reused", c.DUPLICATES_REUSED),
+    _counter("last_copies_reused", c.LAST_COPIES_REUSED),
+    _counter("duplicates_lost", c.DUPLICATES_LOST),
     _counter("leases_swept", c.SWEPT),
     _histogram("drain_wait_seconds", c.DRAIN_WAIT),
     _histograms(

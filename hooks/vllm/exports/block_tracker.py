@@ -32,7 +32,7 @@ from kvshm.halves import (
 )
 
 from ..imports.request_import import LoadedBlocks
-from .kept_blocks import KeptBlocks
+from .free_order import FreeOrder
 from .pending_blocks import CompletedRuns, PendingBlocks
 from .pool_watch import CACHED, TABLES, by_group
 
@@ -60,15 +60,18 @@ class BlockTracker:
         manager: Any,
         groups: Groups,
         may_share: Callable[[Any], bool],
+        marks: Marks,
+        free_order: FreeOrder,
         delay: int = 0,
     ) -> None:
         """``manager``: vLLM's KV cache manager with these ``groups``; ``may_share``: whether a
-        request may share its blocks; ``delay``: for how many further steps marks are held back, 1
-        with speculation, because a drafter writes after its step's output has arrived.  Raises
-        PoolChanged if this vLLM keeps no block tables where they are read."""
+        request may share its blocks; ``marks``: of all its blocks; ``delay``: for how many
+        further steps marks are held back, 1 with speculation, because a drafter writes after its
+        step's output has arrived.  Raises PoolChanged if this vLLM keeps no block tables where they
+        are read."""
         self._publisher = cache.publisher
         self._pool = manager.block_pool
-        self.kept = KeptBlocks(cache, manager.block_pool)
+        self.free_order = free_order
         tables: list[Mapping[str, Sequence[Any]]] = by_group(manager, TABLES, len(groups.all))
         self._tables = list(zip(groups.all, tables, strict=True))
         cached = by_group(manager, CACHED, len(groups.all))
@@ -81,7 +84,7 @@ class BlockTracker:
         self.pending_changes = False
         """Whether ``publish_computed`` and the publisher's ``drain_before_dispatch`` must be called
         before the next step is dispatched: blocks were retracted, or wait for hashes."""
-        self._marks = Marks(len(self._pool.blocks), self._pool.null_block.block_id)
+        self._marks = marks
         self._epochs = 0  # how many have ended
         self._requests: dict[str, TrackedRequest] = {}
         self._pending = PendingBlocks(delay)
@@ -111,6 +114,7 @@ class BlockTracker:
             self._pending.promised.pop(block.block_id, None)  # its request did not wait for it
         if self._publisher.retract_marked(self._marks, blocks):
             self.pending_changes = True
+        self.free_order.changed()
 
     def stop_expecting(self) -> None:
         """Forget all marks: the epoch has ended, and no block computed so far may be published, nor
@@ -181,7 +185,7 @@ class BlockTracker:
         for group, tables in self._tables:
             whole = -(-request.num_computed_tokens // group.block_size)
             table = tables.get(request.request_id, ())
-            if whole and self._marks.sound(table, whole) != whole:
+            if whole and self._marks.touch(table, whole) != whole:
                 tracked.sound = False
             elif self._pending.promised:
                 below += [block.block_id for block in table[:whole]]

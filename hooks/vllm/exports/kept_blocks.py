@@ -9,28 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshm._base.log import logger
 from kvshm.halves import KEPT, SchedulerHalf
-
-from ...log_lines import HookLine
-
-log = logger(__name__)
-
-QUEUE = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
-LINKS = ("prev_free_block", "next_free_block")
 
 
 class KeptBlocks:
     """The kept blocks of one engine's pool.  Scheduler's thread."""
 
-    def __init__(self, cache: SchedulerHalf, pool: Any) -> None:
-        """Without such a queue in this vLLM nothing is kept."""
+    def __init__(self, cache: SchedulerHalf, queue: Any) -> None:
+        """``queue``: vLLM's of free blocks."""
         self._cache = cache
-        self._queue: Any = getattr(pool, "free_block_queue", None)
-        self._usable = all(hasattr(self._queue, name) for name in QUEUE)
-        self._usable &= all(hasattr(pool.null_block, name) for name in LINKS)
-        if not self._usable:
-            log.line(HookLine.UNKNOWN_QUEUE)
+        self._queue = queue
         self._all_kept: tuple[Any, int, int] = (None, 0, 0)
         """The queue's last block when there were not enough others, how many blocks that left in
         the queue, and the second when that was."""
@@ -38,7 +26,7 @@ class KeptBlocks:
     def may_exist(self) -> bool:
         """Whether any block may be leased or held.  Fast: asked at every allocation."""
         epoch = self._cache.epoch_state
-        return epoch is not None and self._usable and epoch.table.kept_until != 0
+        return epoch is not None and epoch.table.kept_until != 0
 
     def put_last(self, wanted: int) -> None:
         """Move kept blocks out of the way of vLLM, which is about to take ``wanted`` blocks.

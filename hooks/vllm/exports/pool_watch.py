@@ -27,7 +27,8 @@ class PoolListener(Protocol):
     """Receives the changes of the pool."""
 
     def blocks_wanted(self, count: int) -> None:
-        """The pool is about to hand out ``count`` blocks, and some free ones may be kept."""
+        """The pool is about to hand out ``count`` blocks, and the order of the free ones may have
+        to change."""
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """The pool has handed out these blocks for new contents."""
@@ -61,7 +62,7 @@ def watch_pool(
 ) -> Iterator[Limit]:
     """Watch the pool's resets and, unless ``track`` is None, its blocks; yields the limits that
     follow if that is impossible.  ``track`` is called before blocks are watched, may raise
-    PoolChanged, and returns ``any_kept`` for ``watch_blocks``."""
+    PoolChanged, and returns ``may_reorder`` for ``watch_blocks``."""
     resets_are_seen = False
     try:
         watch_resets(pool, listener)
@@ -88,10 +89,10 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
     pool.reset_prefix_cache = reset_prefix_cache
 
 
-def watch_blocks(pool: Any, listener: PoolListener, any_kept: Callable[[], bool]) -> None:
+def watch_blocks(pool: Any, listener: PoolListener, may_reorder: Callable[[], bool]) -> None:
     """Call the listener for every change of a block, and first with how many are wanted if
-    ``any_kept``.  Raises PoolChanged, with nothing wrapped, if that is impossible: the engine may
-    not export then."""
+    ``may_reorder``.  Raises PoolChanged, with nothing wrapped, if that is impossible: the engine
+    may not export then."""
     _require(pool, FOR_EXPORT)
     hand_out, remove_hashes = pool.get_new_blocks, pool._remove_cached_block_hashes
 
@@ -101,7 +102,7 @@ def watch_blocks(pool: Any, listener: PoolListener, any_kept: Callable[[], bool]
         # The listener gets all handed-out blocks in one call.  They may be thousands, so vLLM calls
         # its own method for each, without the wrapper, unless other code has wrapped that method.
         nonlocal handing_out
-        if any_kept():
+        if may_reorder():
             listener.blocks_wanted(num_blocks)
         handing_out = True
         if unwrapped := pool._remove_cached_block_hashes is remove:

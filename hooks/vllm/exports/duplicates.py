@@ -1,0 +1,138 @@
+"""Has vLLM hand out first the free blocks that another engine has, too: *duplicates*.
+
+vLLM hands out the block that has rested longest.  With several engines that keeps copies of the
+same popular prefixes in each of them, and drops the same unpopular ones.  A duplicate costs an
+import if it is wanted again; the last copy of a block costs computing it.
+
+Just before vLLM takes blocks from its queue, as many duplicates move to the queue's head, those
+first that have rested longest; only blocks without a hash come before them, as vLLM has it.  The
+others stay where they are, so last copies go in vLLM's order; without other engines all do.
+
+The duplicates that were used last stay, too.  If importing takes a tenth of computing, dropping one
+that is wanted ten times as often as the last copy at the queue's head is no better than dropping
+that one: so the last tenth of the queue is left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvshm.halves import DUPLICATES_REUSED, LAST_COPIES_REUSED, DuplicateSearch, SchedulerHalf
+
+AHEAD = 64
+"""Duplicates to find in one walk."""
+MOST_WALKED = 1024
+"""Blocks to look at in one walk; the next one goes on there."""
+REST_SECONDS = 20e-6
+"""After a walk that found fewer there is none for so long for each block that it looked at: a
+hundred times as long as it took."""
+LEAST_REST_SECONDS = 1e-3
+"""The same for a short walk."""
+LONG_REST_SECONDS = 1.0
+"""After it turned out that imports cost too much."""
+
+
+class Duplicates:
+    """The duplicates among one engine's free blocks.  Scheduler's thread."""
+
+    def __init__(
+        self,
+        cache: SchedulerHalf,
+        search: DuplicateSearch,
+        queue: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``queue``: vLLM's of free blocks."""
+        self._cache = cache
+        self._search = search
+        self._queue = queue
+        self._clock = clock
+        self._found: deque[tuple[Any, int]] = deque()
+        """Duplicates that a walk found, each with how often it was used then."""
+        self._walked_to: Any = None
+        """The block behind which the next walk begins; None: the queue's head."""
+        self._passed = 0
+        """Free blocks before that."""
+        self._rests_until = 0.0
+        self.may_exist = search.may_find
+        """Whether there may be any.  Fast: asked at every allocation."""
+
+    def put_first(self, wanted: int) -> None:
+        """Move duplicates to where vLLM is about to take ``wanted`` blocks."""
+        queue, epoch = self._queue, self._cache.epoch_state
+        if epoch is None or not 0 < wanted < queue.num_free_blocks:
+            return
+        place = queue.fake_free_list_head
+        while wanted and place.next_free_block.block_hash is None:
+            place, wanted = place.next_free_block, wanted - 1
+        if not wanted:
+            return
+        chosen = self._choose(wanted)
+        self._passed -= wanted
+        for block in chosen:
+            _put_behind(block, place)
+            place = block
+        if chosen:
+            epoch.table.counters.add(DUPLICATES_REUSED, len(chosen))
+        if len(chosen) < wanted:
+            epoch.table.counters.add(LAST_COPIES_REUSED, wanted - len(chosen))
+
+    def handed_out(self) -> None:
+        """Call once the blocks that were put first are retracted."""
+        self._search.count_lost()
+
+    def _choose(self, wanted: int) -> list[Any]:
+        """Duplicates as of now, ``wanted`` of them at most."""
+        while len(self._found) < wanted and self._find_more():
+            pass
+        taken = [self._found.popleft() for _ in range(min(wanted, len(self._found)))]
+        # One that was used meanwhile is no longer the one that has rested longest, or is in use.
+        uses = self._search.uses
+        still = [block for block, used in taken if uses(block) == used and _is_cached(block)]
+        return self._search.confirm(still) if still else []
+
+    def _find_more(self) -> bool:
+        """Walk on to more duplicates; whether another walk may find more."""
+        if (now := self._clock()) < self._rests_until:
+            return False
+        place = self._walked_to
+        if anew := place is None or not _is_free(place):  # a block in use has no neighbours
+            place, self._passed = self._queue.fake_free_list_head, 0
+        share = min(self._search.import_share(), 1.0)
+        left = int(self._queue.num_free_blocks * (1 - share)) - self._passed
+        if share == 1.0:
+            self._rests_until = now + LONG_REST_SECONDS
+            return False
+        most = max(0, min(left, MOST_WALKED))
+        walked = self._search.walk(place, AHEAD, most, anew=anew)
+        self._passed += walked.blocks
+        ended = walked.ended or walked.blocks >= left
+        self._walked_to = None if ended else walked.last
+        known = {id(block) for block, _ in self._found}
+        new = [block for block in walked.found if id(block) not in known]
+        self._found += [(block, self._search.uses(block)) for block in new]
+        may_find_more = len(new) == AHEAD or (ended and not anew)
+        if not may_find_more:
+            self._rests_until = now + max(REST_SECONDS * walked.blocks, LEAST_REST_SECONDS)
+        return may_find_more
+
+
+def _is_free(block: Any) -> bool:
+    return block.next_free_block is not None
+
+
+def _is_cached(block: Any) -> bool:
+    """Whether a block is free and has contents; those without are first already."""
+    return _is_free(block) and block.block_hash is not None
+
+
+def _put_behind(block: Any, place: Any) -> None:
+    """Move a block of the queue behind another one of it."""
+    if (following := place.next_free_block) is not block:
+        before, behind = block.prev_free_block, block.next_free_block
+        before.next_free_block, behind.prev_free_block = behind, before
+        place.next_free_block, block.prev_free_block = block, place
+        block.next_free_block, following.prev_free_block = following, block

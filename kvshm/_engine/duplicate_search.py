@@ -1,0 +1,131 @@
+"""Finds out which of an engine's own free blocks other engines have, too: *duplicates*.
+
+Whether another engine has a block is read in that engine's own slot table, at that moment.  So two
+engines drop the last copies of a block only if both look while the other still has it, some
+microseconds before they hand it out; that is counted.  A duplicate that a block behind it needs
+does not count as one (kvshm/native/py_duplicates.c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvshm import _native
+from kvshm._shm.statistics import DUPLICATES_LOST
+from kvshm.errors import KvshmError
+
+from .epoch_state import EpochState
+from .marks import Marks
+
+if TYPE_CHECKING:
+    from .scheduler_half import SchedulerHalf
+
+MOST_REMEMBERED = 1 << 16
+"""Blocks that others need, as far as one round of walks remembers them."""
+IMPORT_TOKENS = 256
+"""By imports of this many tokens the costs of importing and computing are compared."""
+
+
+class Walked(NamedTuple):
+    """The result of one walk along a queue of free blocks."""
+
+    found: list[Any]
+    """Pool blocks, in the queue's order."""
+    last: Any
+    """The last block that was walked."""
+    blocks: int
+    """How many were."""
+    ended: bool
+    """Whether the last one is the queue's last."""
+
+
+class DuplicateSearch:
+    """The search of one engine.  Scheduler's thread; nothing blocks."""
+
+    def __init__(self, cache: SchedulerHalf, marks: Marks) -> None:
+        """``marks``: of all blocks."""
+        self._cache = cache
+        self._marks = marks
+        num_blocks = len(marks.packed) // 8
+        self._needed = bytearray(8 << min(num_blocks, MOST_REMEMBERED).bit_length())
+        self._round = 0
+        """How many rounds have begun."""
+        self._copies = b""
+        """A copy of each duplicate that was confirmed last."""
+
+    def may_find(self) -> bool:
+        """Whether other engines offer blocks, which this one could import again.  Fast."""
+        epoch = self._cache.epoch_state
+        return epoch is not None and epoch.peers.offer_blocks() and not self._cache.role.no_imports
+
+    def uses(self, block: Any) -> int:
+        """How many requests have begun with a pool block."""
+        return self._marks.uses(block.block_id)
+
+    def walk(self, begin: Any, wanted: int, most: int, *, anew: bool) -> Walked:
+        """Walk a queue from behind ``begin`` until ``wanted`` duplicates were found, or ``most``
+        blocks were walked.  ``anew``: a round begins, at the queue's head."""
+        self._round += anew
+        epoch = self._cache.epoch_state
+        if epoch is not None:
+            with suppress(KvshmError, ValueError):  # the epoch ends
+                index, tables = _others(epoch)
+                return Walked(
+                    *_native.find_duplicates(
+                        epoch.table.buffer,
+                        index,
+                        tables,
+                        self._marks.packed,
+                        self._needed,
+                        self._round,
+                        begin,
+                        wanted,
+                        most,
+                        epoch.table.now,
+                    )
+                )
+        return Walked([], begin, 0, True)
+
+    def confirm(self, blocks: list[Any]) -> list[Any]:
+        """Return those of these pool blocks, which walks have found in this order, that are
+        duplicates at this moment.  Call ``count_lost`` once they are handed out."""
+        self._copies = b""
+        if (epoch := self._cache.epoch_state) is not None:
+            with suppress(KvshmError, ValueError):
+                index, tables = _others(epoch)
+                found, self._copies = _native.still_duplicates(
+                    epoch.table.buffer,
+                    index,
+                    tables,
+                    self._marks.packed,
+                    self._needed,
+                    self._round,
+                    blocks,
+                    epoch.table.now,
+                )
+                return found
+        return []
+
+    def count_lost(self) -> None:
+        """Count the confirmed blocks of which the other copy is gone by now, too."""
+        if self._copies and (epoch := self._cache.epoch_state) is not None:
+            with suppress(KvshmError, ValueError):
+                lost = _native.count_lost(*_others(epoch), self._copies)
+                epoch.table.counters.add(DUPLICATES_LOST, lost)
+        self._copies = b""
+
+    def import_share(self) -> float:
+        """What importing takes, as a share of computing the same, as far as is known."""
+        if (epoch := self._cache.epoch_state) is None:
+            return 0.0
+        size = epoch.table.block_size
+        blocks = -(-IMPORT_TOKENS // size)
+        nbytes = blocks * epoch.own_peer.block_bytes
+        return self._cache.planner.costs.import_share(blocks * size, nbytes)
+
+
+def _others(epoch: EpochState) -> tuple[memoryview, Mapping[int, memoryview]]:
+    """The replica, and the tables of the engines from which blocks can be imported, by row."""
+    return epoch.peers.replica.buffer, epoch.peers.usable_tables()

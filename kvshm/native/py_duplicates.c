@@ -1,0 +1,270 @@
+/* Glue between Python and the core: the walk along vLLM's queue of free blocks to those that other
+ * engines have, too (hooks/vllm/exports/duplicates.py).  Keeps the GIL.
+ *
+ * A block is of no use without the blocks before it in its chain.  So a duplicate stays if a block
+ * behind it stays that has been used more than once, because it is a last copy or stays itself.
+ * vLLM frees a request's blocks from the last to the first, and a hit frees a block anew: the walk
+ * meets the blocks behind a block before the block. */
+
+#include "py_marks.h"
+
+#include <string.h>
+
+enum { AT_ONCE = 64 }; /* blocks */
+
+typedef struct {
+    Py_buffer buffers[KVSHM_NUM_ROWS];
+    kvshm_segment of[KVSHM_NUM_ROWS];
+} peer_tables;
+
+static void release_tables(peer_tables *tables)
+{
+    for (int row = 0; row < KVSHM_NUM_ROWS; row++)
+        PyBuffer_Release(&tables->buffers[row]);
+}
+
+#define TABLES(name) __attribute__((cleanup(release_tables))) peer_tables name = {0}
+
+/* For O& of PyArg_ParseTuple: a dict of rows and their tables. */
+static int to_tables(PyObject *dict, void *address)
+{
+    peer_tables *tables = address;
+    PyObject *key, *table;
+    Py_ssize_t at = 0;
+    if (!PyDict_Check(dict)) {
+        PyErr_SetString(PyExc_TypeError, "tables are a dict");
+        return 0;
+    }
+    while (PyDict_Next(dict, &at, &key, &table)) {
+        long row = PyLong_AsLong(key);
+        if (row < 0 || row >= KVSHM_NUM_ROWS) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_IndexError, "there is no row %ld", row);
+            return 0;
+        }
+        if (PyObject_GetBuffer(table, &tables->buffers[row], PyBUF_SIMPLE) < 0)
+            return 0;
+        tables->of[row] = segment_of(&tables->buffers[row]);
+    }
+    return 1;
+}
+
+typedef struct {
+    PyObject *module;
+    const Py_buffer *table, *index;
+    const kvshm_segment *tables;
+    kvshm_slot_offsets *places;
+    unsigned int now;
+} view;
+
+/* The id of a pool block; -1 for the end of the queue, and with an exception. */
+static long long id_of(const view *v, PyObject *block)
+{
+    long long id = number_of(kvshm_get(v->places, block, KVSHM_BLOCK_ID));
+    return id > UINT32_MAX ? UINT32_MAX : id; /* no table has that */
+}
+
+/* Look at `count` blocks; false with an exception. */
+static bool look_at(const view *v, const uint32_t *ids, size_t count, kvshm_free_block *found)
+{
+    int64_t status = kvshm_look_at_free(segment_of(v->table), segment_of(v->index), v->tables, ids,
+                                        count, v->now, found);
+    return status == KVSHM_OK || kvshm_raise(v->module, v->table, status);
+}
+
+/* -- which blocks have blocks behind them that stay ------------------------------------------------ */
+
+typedef struct {
+    uint64_t *of; /* first bytes of hashes, each in its own place or, overwritten, forgotten */
+    size_t count; /* a power of two */
+    uint64_t round; /* mixed into all of them: those of other rounds are never found */
+} hash_set;
+
+static uint64_t *place_in(const hash_set *set, uint64_t hash)
+{
+    return &set->of[(hash ^ hash >> 29) * 0x9e3779b97f4a7c15ULL >> 20 & (set->count - 1)];
+}
+
+static uint64_t first_bytes(const kvshm_record *record)
+{
+    uint64_t bytes;
+    memcpy(&bytes, record->hash, sizeof bytes);
+    return bytes;
+}
+
+/* Whether a duplicate may go.  Remembers what has to stay because of a block that stays. */
+static bool may_go(const hash_set *needed, const marks_view *marks, uint32_t id,
+                   const kvshm_free_block *block)
+{
+    if (block->kind == KVSHM_UNPUBLISHED)
+        return false;
+    uint64_t own = first_bytes(&block->copy) ^ needed->round;
+    bool is_needed = *place_in(needed, own) == own;
+    if (block->kind == KVSHM_DUPLICATE && !is_needed)
+        return true;
+    if (block->parent && (is_needed || (id < marks->count && marks->of[id].flags >= USED))) {
+        uint64_t parent = block->parent ^ needed->round;
+        *place_in(needed, parent) = parent;
+    }
+    return false;
+}
+
+/* -- the walk ------------------------------------------------------------------------------------ */
+
+/* Fill `ahead` and `ids` with the next blocks of the queue, up to its end; returns how many, or -1
+ * with an exception. */
+static Py_ssize_t read_ahead(const view *v, PyObject *at, PyObject **ahead, uint32_t *ids,
+                             size_t count)
+{
+    size_t i = 0;
+    for (; i < count; i++) {
+        PyObject *next = kvshm_get(v->places, i ? ahead[i - 1] : at, KVSHM_NEXT_FREE);
+        long long id = next ? id_of(v, next) : -1;
+        if (id < 0) {
+            Py_XDECREF(next);
+            break;
+        }
+        ahead[i] = next;
+        ids[i] = (uint32_t)id;
+    }
+    if (!PyErr_Occurred())
+        return (Py_ssize_t)i;
+    while (i)
+        Py_DECREF(ahead[--i]);
+    return -1;
+}
+
+typedef struct {
+    PyObject *at, *found; /* references are held */
+    Py_ssize_t wanted, most, walked;
+    bool ended;
+} progress;
+
+/* Walk AT_ONCE blocks at most; false with an exception. */
+static bool walk_some(const view *v, const marks_view *marks, const hash_set *needed, progress *p)
+{
+    PyObject *ahead[AT_ONCE];
+    uint32_t ids[AT_ONCE];
+    kvshm_free_block looked[AT_ONCE];
+    Py_ssize_t left = p->most - p->walked, most = left < AT_ONCE ? left : AT_ONCE;
+    Py_ssize_t count = read_ahead(v, p->at, ahead, ids, (size_t)most), used = 0;
+    bool good = count >= 0 && look_at(v, ids, (size_t)(count < 0 ? 0 : count), looked);
+    for (; good && used < count && PyList_Size(p->found) < p->wanted; used++) {
+        if (may_go(needed, marks, ids[used], &looked[used]))
+            good = PyList_Append(p->found, ahead[used]) == 0;
+    }
+    if (good && used) {
+        Py_DECREF(p->at);
+        p->at = Py_NewRef(ahead[used - 1]);
+    }
+    p->walked += used;
+    p->ended = good && used == count && count < most;
+    for (Py_ssize_t i = 0; i < count; i++)
+        Py_DECREF(ahead[i]);
+    return good;
+}
+
+/* A buffer as a set; false with an exception. */
+static bool to_set(const Py_buffer *room, unsigned long long round, hash_set *set)
+{
+    *set = (hash_set){room->buf, (size_t)room->len / sizeof(uint64_t),
+                      (round + 1) * 0xff51afd7ed558ccdULL};
+    if (set->count && !(set->count & (set->count - 1)) && !((uintptr_t)room->buf % sizeof(uint64_t)))
+        return true;
+    PyErr_Format(PyExc_ValueError, "room for %zu hashes", set->count);
+    return false;
+}
+
+static PyObject *native_find_duplicates(PyObject *module, PyObject *args)
+{
+    BUFFER(table);
+    BUFFER(index);
+    BUFFER(room);
+    TABLES(tables);
+    MARKS(marks);
+    progress p = {0};
+    unsigned long long round;
+    view v = {module, &table, &index, tables.of, &kvshm_state_of(module)->blocks, 0};
+    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KOnnI:find_duplicates", &table, &index, to_tables,
+                          &tables, kvshm_to_marks, &marks, &room, &round, &p.at, &p.wanted, &p.most, &v.now))
+        return NULL;
+    hash_set needed;
+    if (!to_set(&room, round, &needed) || !(p.found = PyList_New(0)))
+        return NULL;
+    Py_INCREF(p.at);
+    bool good = true;
+    while (good && !p.ended && p.walked < p.most && PyList_Size(p.found) < p.wanted)
+        good = walk_some(&v, &marks, &needed, &p);
+    PyObject *result = good ? Py_BuildValue("(OOnO)", p.found, p.at, p.walked,
+                                          p.ended ? Py_True : Py_False)
+                            : NULL;
+    Py_DECREF(p.at);
+    Py_DECREF(p.found);
+    return result;
+}
+
+/* -- blocks that were found before ------------------------------------------------------------------ */
+
+static PyObject *native_still_duplicates(PyObject *module, PyObject *args)
+{
+    BUFFER(table);
+    BUFFER(index);
+    BUFFER(room);
+    TABLES(tables);
+    MARKS(marks);
+    PyObject *blocks;
+    unsigned long long round;
+    hash_set needed;
+    view v = {module, &table, &index, tables.of, &kvshm_state_of(module)->blocks, 0};
+    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KO!I:still_duplicates", &table, &index, to_tables,
+                          &tables, kvshm_to_marks, &marks, &room, &round, &PyList_Type, &blocks, &v.now) ||
+        !to_set(&room, round, &needed))
+        return NULL;
+    Py_ssize_t count = PyList_Size(blocks), kept = 0;
+    PyObject *found = PyList_New(0);
+    kvshm_free_block *copies;
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *copies);
+    bool good = found && packed;
+    copies = packed ? (kvshm_free_block *)(void *)PyBytes_AsString(packed) : NULL;
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        PyObject *block = kvshm_item(blocks, i);
+        kvshm_free_block looked;
+        long long id = block ? id_of(&v, block) : -1;
+        uint32_t known = id < 0 ? UINT32_MAX : (uint32_t)id;
+        good = !PyErr_Occurred() && look_at(&v, &known, 1, &looked);
+        if (good && may_go(&needed, &marks, known, &looked)) {
+            copies[kept++] = looked;
+            good = PyList_Append(found, block) == 0;
+        }
+        Py_XDECREF(block);
+    }
+    PyObject *result = good ? Py_BuildValue("(Oy#)", found, (const char *)copies,
+                                            kept * (Py_ssize_t)sizeof *copies)
+                            : NULL;
+    Py_XDECREF(packed);
+    Py_XDECREF(found);
+    return result;
+}
+
+static PyObject *native_count_lost(PyObject *module, PyObject *args)
+{
+    BUFFER(index);
+    TABLES(tables);
+    ARRAY(copies, kvshm_free_block);
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*O&O&:count_lost", &index, to_tables, &tables, kvshm_to_array,
+                          &copies))
+        return NULL;
+    size_t lost = 0;
+    for (size_t i = 0; i < copies.count; i++)
+        lost += !kvshm_copy_is_there(tables.of, segment_of(&index),
+                                     &((const kvshm_free_block *)copies.of)[i]);
+    return PyLong_FromSize_t(lost);
+}
+
+PyMethodDef kvshm_duplicate_methods[] = {
+    {"find_duplicates", native_find_duplicates, METH_VARARGS, NULL},
+    {"still_duplicates", native_still_duplicates, METH_VARARGS, NULL},
+    {"count_lost", native_count_lost, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
