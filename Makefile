@@ -57,7 +57,7 @@ test-all: $(ENGINE) $(KVSHM) $(LMCACHE) ## all tests but the nightly ones; FAST=
 test-nightly: $(ENGINE) $(KVSHM) ## what is rarely red, and shown by cheaper tests as well
 	$(PYTHON) -m pytest -rs -m nightly tests
 
-coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
+coverage: $(ENGINE) $(KVSHM) $(LMCACHE) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
 	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \
 		"$(if $(ALL),not nightly,not long)$(if $(FAST), and not vllm)"
 

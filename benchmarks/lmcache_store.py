@@ -110,6 +110,7 @@ def _serving(command: list[str], environment: Mapping[str, str], port: int) -> I
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
+                server.wait()
 
 
 def _listens(port: int) -> bool:

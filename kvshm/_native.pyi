@@ -26,6 +26,7 @@ _Run = TypeVar("_Run", bound=tuple[Any, ...])
 hashes the chain has for each block (otherwise 1), and whatever the caller adds."""
 
 FoundDuplicates: TypeAlias = tuple[list[Any], Any, int, bool]
+Known: TypeAlias = tuple[Buffer, Buffer, Mapping[int, Buffer], Buffer, Buffer, int]
 KeptRuns: TypeAlias = tuple[list[tuple[Any, Any]], int, int]
 
 NUM_SYNC_POINTS: int
@@ -48,6 +49,9 @@ def marks_retract(
     table: Buffer, marks: Buffer, blocks: Sequence[int], counter: int, /
 ) -> tuple[bytes, list[BlockId]]:
     """``marks_change``, then ``retract`` for the published ones, counted at offset ``counter``."""
+
+def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
+    """See ``Marks.sound``."""
 
 def marks_touch(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
     """See ``Marks.touch``."""

@@ -152,7 +152,7 @@ class Config:
     )
     duplicates_first: bool = _flag(
         "Reuse blocks that another engine has, too, before the last copies of others; else in "
-        "vLLM's order.",
+        "vLLM's order. Only vLLM's hooks do: other engines choose themselves.",
         default=True,
     )
     verify: bool = _flag("Checksum blocks when published and compare after each import.")

@@ -144,8 +144,9 @@ class Costs:
             return mean[1] + max(nbytes - mean[0], 0.0) / UNMEASURED_BYTES_PER_SECOND
         return UNMEASURED_LATENCY + nbytes / UNMEASURED_BYTES_PER_SECOND
 
-    def import_share(self, tokens: int, nbytes: int) -> float:
-        """What importing these tokens takes, as a share of computing them; 0 before a prefill."""
+    def import_ratio(self, tokens: int, nbytes: int) -> float:
+        """What importing these tokens takes, divided by what computing them takes; 0 before a
+        prefill was measured."""
         computing = self.compute_seconds(tokens)
         if computing is None:
             return 0.0

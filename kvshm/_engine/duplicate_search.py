@@ -26,6 +26,9 @@ MOST_REMEMBERED = 1 << 16
 """Blocks that others need, as far as one round of walks remembers them."""
 IMPORT_TOKENS = 256
 """By imports of this many tokens the costs of importing and computing are compared."""
+ENDING = KvshmError, ValueError
+"""What a look raises if the client's thread closes the replica meanwhile, since the epoch ends, or
+if the replica is spoilt: then there are no duplicates."""
 
 
 class Walked(NamedTuple):
@@ -70,21 +73,10 @@ class DuplicateSearch:
         self._round += anew
         epoch = self._cache.epoch_state
         if epoch is not None:
-            with suppress(KvshmError, ValueError):  # the epoch ends
-                index, tables = _others(epoch)
+            with suppress(*ENDING):
+                now = epoch.table.now
                 return Walked(
-                    *_native.find_duplicates(
-                        epoch.table.buffer,
-                        index,
-                        tables,
-                        self._marks.packed,
-                        self._needed,
-                        self._round,
-                        begin,
-                        wanted,
-                        most,
-                        epoch.table.now,
-                    )
+                    *_native.find_duplicates(*self._known(epoch), begin, wanted, most, now)
                 )
         return Walked([], begin, 0, True)
 
@@ -93,37 +85,33 @@ class DuplicateSearch:
         duplicates at this moment.  Call ``count_lost`` once they are handed out."""
         self._copies = b""
         if (epoch := self._cache.epoch_state) is not None:
-            with suppress(KvshmError, ValueError):
-                index, tables = _others(epoch)
-                found, self._copies = _native.still_duplicates(
-                    epoch.table.buffer,
-                    index,
-                    tables,
-                    self._marks.packed,
-                    self._needed,
-                    self._round,
-                    blocks,
-                    epoch.table.now,
-                )
+            with suppress(*ENDING):
+                now = epoch.table.now
+                found, self._copies = _native.still_duplicates(*self._known(epoch), blocks, now)
                 return found
         return []
 
     def count_lost(self) -> None:
         """Count the confirmed blocks of which the other copy is gone by now, too."""
         if self._copies and (epoch := self._cache.epoch_state) is not None:
-            with suppress(KvshmError, ValueError):
+            with suppress(*ENDING):
                 lost = _native.count_lost(*_others(epoch), self._copies)
                 epoch.table.counters.add(DUPLICATES_LOST, lost)
         self._copies = b""
 
-    def import_share(self) -> float:
-        """What importing takes, as a share of computing the same, as far as is known."""
+    def _known(self, epoch: EpochState) -> _native.Known:
+        """What both looks at free blocks need to know."""
+        marks, needed = self._marks.packed, self._needed
+        return epoch.table.buffer, *_others(epoch), marks, needed, self._round
+
+    def import_ratio(self) -> float:
+        """What importing takes, divided by what computing the same takes, as far as is known."""
         if (epoch := self._cache.epoch_state) is None:
             return 0.0
         size = epoch.table.block_size
         blocks = -(-IMPORT_TOKENS // size)
         nbytes = blocks * epoch.own_peer.block_bytes
-        return self._cache.planner.costs.import_share(blocks * size, nbytes)
+        return self._cache.planner.costs.import_ratio(blocks * size, nbytes)
 
 
 def _others(epoch: EpochState) -> tuple[memoryview, Mapping[int, memoryview]]:

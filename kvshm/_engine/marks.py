@@ -50,9 +50,12 @@ class Marks:
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
         self._words = memoryview(self.packed).cast("I")
+        self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
+        """``(table, count)``: number of sound pool blocks before the first that is not sound,
+        among the first ``count``."""
         self.touch: Callable[[Sequence[Any], int], int] = partial(_native.marks_touch, self.packed)
-        """``(table, count)``: a request begins with the first ``count`` pool blocks.  Returns how
-        many are sound before the first that is not; these have one use more."""
+        """Like ``sound``, for a request that begins with these blocks: those that are counted have
+        one use more."""
         self.write: Callable[[Sequence[Any], int, int, int], tuple[bytes, list[BlockId]]] = partial(
             _native.marks_write, self.packed
         )

@@ -247,7 +247,10 @@ DUPLICATES_REUSED = Counter(
     Unit.BLOCKS,
 )
 LAST_COPIES_REUSED = Counter(
-    53, "last_copies_reused", "Blocks reused of which no other engine had a copy.", Unit.BLOCKS
+    53,
+    "last_copies_reused",
+    "Blocks reused in vLLM's order, for lack of duplicates: mostly last copies.",
+    Unit.BLOCKS,
 )
 DUPLICATES_LOST = Counter(
     54,

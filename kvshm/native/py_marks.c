@@ -82,22 +82,33 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
                          kvshm_retract_blocks(module, &table, shown.of, shown.count));
 }
 
-static PyObject *native_marks_touch(PyObject *module, PyObject *args)
+/* The number of sound blocks before the first that is not; `use` is added to the flags of these. */
+static PyObject *count_sound(PyObject *module, PyObject *args, const char *format, uint32_t use)
 {
     MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
     kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
-    if (!PyArg_ParseTuple(args, "O&On:marks_touch", kvshm_to_marks, &marks, &table, &stop))
+    if (!PyArg_ParseTuple(args, format, kvshm_to_marks, &marks, &table, &stop))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
     for (; sound < stop && sound < length; sound++) {
         mark *one = mark_at(&marks, table, sound, places);
         if (!one || !(one->flags & SOUND))
             break;
-        one->flags += USED;
+        one->flags += use;
     }
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(sound);
+}
+
+static PyObject *native_marks_sound(PyObject *module, PyObject *args)
+{
+    return count_sound(module, args, "O&On:marks_sound", 0);
+}
+
+static PyObject *native_marks_touch(PyObject *module, PyObject *args)
+{
+    return count_sound(module, args, "O&On:marks_touch", USED);
 }
 
 static PyObject *native_marks_write(PyObject *module, PyObject *args)
@@ -139,6 +150,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
 PyMethodDef kvshm_mark_methods[] = {
     {"marks_change", native_marks_change, METH_VARARGS, NULL},
     {"marks_retract", native_marks_retract, METH_VARARGS, NULL},
+    {"marks_sound", native_marks_sound, METH_VARARGS, NULL},
     {"marks_touch", native_marks_touch, METH_VARARGS, NULL},
     {"marks_write", native_marks_write, METH_VARARGS, NULL},
     {"marks_step", kvshm_marks_step, METH_VARARGS, NULL},

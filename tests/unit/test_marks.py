@@ -101,12 +101,23 @@ def test_a_step_makes_sound_what_it_completes_and_nothing_else(pool: list[Block]
     marks, blocks = Marks(8), [pool[5], pool[2], pool[7]]
     packed, published = marks.write(blocks, 0, 3, 2)
     assert (blocks_of([Run(CHAIN, 0, packed)]), published) == ([5, 2], [])
-    assert marks.touch(blocks, 3) == 2
-    assert marks.touch(blocks, 1) == 1
+    assert marks.sound(blocks, 3) == 2
+    assert marks.sound(blocks, 1) == 1
     marks.withdraw([BlockId(2)])
-    assert marks.touch(blocks, 3) == 2  # only the hash is lost
+    assert marks.sound(blocks, 3) == 2  # only the hash is lost
     marks.clear([pool[5]])
-    assert marks.touch(blocks, 3) == 0
+    assert marks.sound(blocks, 3) == 0
+
+
+def test_uses_are_those_of_the_present_contents(pool: list[Block]) -> None:
+    marks, blocks = Marks(8), [pool[5], pool[2], pool[7]]
+    marks.write(blocks, 0, 3, 2)
+    assert [marks.touch(blocks, 3), marks.touch(blocks, 1)] == [2, 1]
+    assert marks.sound(blocks, 3) == 2
+    assert [marks.uses(BlockId(block)) for block in (5, 2, 7)] == [2, 1, 0]
+    marks.withdraw([BlockId(5)])
+    marks.write([pool[2]], 0, 1, 1)
+    assert [marks.uses(BlockId(block)) for block in (5, 2, 7)] == [0, 0, 0]
 
 
 def test_what_is_hashed_as_its_place_says_is_published(table: AnyTable, pool: list[Block]) -> None:
@@ -148,7 +159,7 @@ def test_a_changed_block_and_another_hash_are_passed_over(
     assert ready(table) == {4}
     marks.clear_all()
     assert table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)]) == (b"", [])
-    assert marks.touch([pool[4]], 1) == 0
+    assert marks.sound([pool[4]], 1) == 0
 
 
 def test_a_slot_that_still_drains_waits(table: AnyTable, pool: list[Block]) -> None:
@@ -205,7 +216,7 @@ def test_what_is_cleared_is_retracted_as_far_as_it_is_published(
     retracted, draining = table.retract_marked(marks.packed, [pool[7], pool[1], pool[3]])
     assert [r.block_id for r in unpack_records(retracted)] == [1, 3]
     assert (draining, ready(table)) == ([1], set())
-    assert marks.touch(hashed(pool, 3, 1), 2) == 0
+    assert marks.sound(hashed(pool, 3, 1), 2) == 0
     assert table.retract_marked(marks.packed, pool) == (b"", [])  # no mark says that 1 is published
 
 
@@ -217,13 +228,13 @@ def test_a_block_that_does_not_exist_is_an_error(table: AnyTable, block: int) ->
     with pytest.raises(IndexError):
         table.retract_marked(marks.packed, [PoolBlock(block)])
     with pytest.raises(IndexError):
-        marks.touch([PoolBlock(block)], 1)
+        marks.sound([PoolBlock(block)], 1)
     with pytest.raises(IndexError):
         marks.write([PoolBlock(block)], 0, 1, 1)
     for first, last in ((0, 2), (-1, 1), (0, 1 << 62)):
         with pytest.raises(IndexError):
             marks.write((PoolBlock(0),), first, last, last)
-    assert marks.touch([PoolBlock(0)], 1) == 0
+    assert marks.sound([PoolBlock(0)], 1) == 0
 
 
 def test_runs_that_change_while_they_are_published_harm_no_one(table: AnyTable) -> None:
@@ -312,6 +323,6 @@ def test_the_null_block_stays_sound_when_all_else_is_forgotten() -> None:
     marks = Marks(3, BlockId(0))
     marks.make_sound([BlockId(1)])
     table = [PoolBlock(0), PoolBlock(1)]
-    assert marks.touch(table, 2) == 2
+    assert marks.sound(table, 2) == 2
     marks.clear_all()
-    assert marks.touch(table, 2) == 1
+    assert marks.sound(table, 2) == 1

@@ -94,7 +94,7 @@ def test_a_block_handed_out_between_two_epochs_is_not_sound_in_the_next(
     assert not publisher.retract_marked(marks, pool[1:])
     table = exporter().table
     cache.epoch_state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # not touched
-    assert marks.touch(pool, 2) == 1
-    assert marks.touch(pool[1:], 1) == 0
+    assert marks.sound(pool, 2) == 1
+    assert marks.sound(pool[1:], 1) == 0
     assert not publisher.publish_marked(marks, pool, [(HASHES, 0, between)])
     assert [table.slot(block).state for block in range(2)] == [SlotState.READY, SlotState.EMPTY]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
+
+from local_node import wait_until
 
 from kvshm._engine.load_plan import LoadReport
 
@@ -36,14 +37,12 @@ def stored(engine: PeeredEngine, sent: Sent) -> int:
 
 def until_looked_up(engine: PeeredEngine) -> Sent:
     """Step until LMCache's server has answered, and vLLM has allocated blocks."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
+    for _ in wait_until("LMCache answers", PATIENCE_S):
         sent = engine.schedule()
         if engine.loads(sent) or sent.output.num_scheduled_tokens:
-            return sent
-        assert time.monotonic() < deadline, "LMCache does not answer"
+            break
         engine.report(sent, set())
-        time.sleep(0.01)
+    return sent
 
 
 def main(model: str, connector: str) -> None:
@@ -53,12 +52,12 @@ def main(model: str, connector: str) -> None:
     (load,) = engine.loads(sent)
     engine.held = 0  # the peer is gone
     engine.report(sent, {"a"}, LoadReport("a", tuple(load.lost)), bad=load.lost)
-    count, deadline = 0, time.monotonic() + PATIENCE_S
-    while not count:
-        assert time.monotonic() < deadline, "LMCache stores nothing"
+    for _ in wait_until("LMCache stores the prompt", PATIENCE_S):
         sent = engine.schedule()
         count = stored(engine, sent)
         engine.report(sent, set())
+        if count:
+            break
     print("blocks stored:", count)
     engine.close()
 

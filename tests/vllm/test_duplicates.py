@@ -238,9 +238,9 @@ def test_an_engine_that_does_not_import_takes_none_first(served: ServedNode) -> 
     assert life.take(2) == queue[:2]
 
 
-@pytest.mark.parametrize(("import_share", "places"), [(0.5, [30, 0]), (0.1, [30, 50]), (2, [0, 1])])
+@pytest.mark.parametrize(("import_ratio", "places"), [(0.5, [30, 0]), (0.1, [30, 50]), (2, [0, 1])])
 def test_what_was_used_last_stays_by_what_an_import_costs(
-    served: ServedNode, import_share: float, places: list[int]
+    served: ServedNode, import_ratio: float, places: list[int]
 ) -> None:
     life, queue = filled(served)
     life.join()
@@ -248,7 +248,7 @@ def test_what_was_used_last_stays_by_what_an_import_costs(
     for _ in range(20):
         costs.add_step(256, 0.25)
         costs.add_step(2048, 2.0)
-        costs.add_load(256 // 16 * 1024, 0.25 * import_share)
+        costs.add_load(256 // 16 * 1024, 0.25 * import_ratio)
     for place in (30, 50, 58):
         life.copy(0, life.contents[queue[place]])
     assert life.take(2) == [queue[place] for place in places]

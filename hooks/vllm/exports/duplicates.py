@@ -101,11 +101,10 @@ class Duplicates:
         place = self._walked_to
         if anew := place is None or not _is_free(place):  # a block in use has no neighbours
             place, self._passed = self._queue.fake_free_list_head, 0
-        share = min(self._search.import_share(), 1.0)
-        left = int(self._queue.num_free_blocks * (1 - share)) - self._passed
-        if share == 1.0:
+        if (ratio := self._search.import_ratio()) >= 1:
             self._rests_until = now + LONG_REST_SECONDS
             return False
+        left = int(self._queue.num_free_blocks * (1 - ratio)) - self._passed
         most = max(0, min(left, MOST_WALKED))
         walked = self._search.walk(place, AHEAD, most, anew=anew)
         self._passed += walked.blocks
