@@ -126,7 +126,7 @@ def test_lines_without_a_reader_are_dropped(pipe: tuple[int, int]) -> None:
 
 
 def test_last_line_gives_up_where_no_one_reads(pipe: tuple[int, int]) -> None:
-    _, write = pipe
+    read, write = pipe
     os.write(write, bytes(PAGE))
     lines, writer = _Lines("coordinator", as_json=False), _Descriptor(write)
     writer.setFormatter(lines)
@@ -137,6 +137,9 @@ def test_last_line_gives_up_where_no_one_reads(pipe: tuple[int, int]) -> None:
     assert 0.5 <= time.monotonic() - begun < 4.0
     assert waiting.queue.unfinished_tasks == 1, "the thread waits for the reader"
     writer.write("never", until=time.monotonic())
+    os.close(read)
+    waiting.drain(time.monotonic() + PATIENCE_SECONDS)
+    assert waiting.queue.unfinished_tasks == 0, "else it would wait for a later file of this number"
 
 
 def test_lines_go_to_the_file_again_although_no_one_reads_stderr(tmp_path: Path) -> None:
