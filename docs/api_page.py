@@ -20,6 +20,17 @@ CHAPTERS = {
     "Joining": ("allocate", "join", "Identity", "Region", "Group", "Config"),
     "The joined engine": ("Node", "Held", "prefix_keys"),
     "Finding and loading": ("Found", "Part", "Owner", "Load", "LoadState"),
+    "Single blocks": (
+        "join_like",
+        "EngineLayout",
+        "BlockNode",
+        "News",
+        "Change",
+        "BlockName",
+        "BlockContent",
+        "FoundBlocks",
+        "LoadOfBlocks",
+    ),
     "Reading from anywhere": ("Reader", "EngineView", "PublishedBlock"),
     "Errors": ("KvshmError", "MisuseError", "ConfigError", "TransportError"),
     "Versions": ("API_VERSION", "__version__"),
@@ -155,15 +166,17 @@ def _entry(source: Path, name: str) -> Entry:
 
 
 def _bases(source: Path, body: list[ast.stmt], node: ast.ClassDef) -> Iterator[ast.ClassDef]:
-    """The classes of sibling modules from which a class inherits."""
+    """The classes of sibling modules from which a class inherits, the most general first."""
     names = {_code(base) for base in node.bases}
     for found in body:
         if not isinstance(found, ast.ImportFrom) or found.level != 1:
             continue
         if names & {alias.name for alias in found.names}:
             sibling = source.with_name(f"{found.module}.py")
-            for base in ast.parse(sibling.read_text("utf-8")).body:
+            theirs = ast.parse(sibling.read_text("utf-8")).body
+            for base in theirs:
                 if isinstance(base, ast.ClassDef) and base.name in names:
+                    yield from _bases(sibling, theirs, base)
                     yield base
 
 
@@ -171,6 +184,7 @@ def _class(node: ast.ClassDef, inherited: Sequence[ast.ClassDef] = ()) -> Entry:
     fields = list(_fields(node))
     statements = [n for each in (*inherited, node) for n in each.body]
     methods = [n for n in statements if isinstance(n, FUNCTIONS)]
+    methods = list({n.name: n for n in methods}.values())  # the last one overrides the others
     init = next((n for n in methods if n.name == "__init__"), None)
     shown = f"class {node.name}"
     bases = [_code(base) for base in node.bases]

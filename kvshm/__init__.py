@@ -16,17 +16,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION",
+    "BlockContent",
+    "BlockName",
+    "BlockNode",
+    "Change",
     "Config",
     "ConfigError",
+    "EngineLayout",
     "EngineView",
     "Found",
+    "FoundBlocks",
     "Group",
     "Held",
     "Identity",
     "KvshmError",
     "Load",
+    "LoadOfBlocks",
     "LoadState",
     "MisuseError",
+    "News",
     "Node",
     "Owner",
     "Part",
@@ -37,6 +45,7 @@ __all__ = [
     "__version__",
     "allocate",
     "join",
+    "join_like",
     "prefix_keys",
 ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -16,17 +16,21 @@ from kvshm.errors import MisuseError
 from kvshm.interfaces import Region
 
 from .arguments import end_of, overlap
-from .node import Node
+from .block_node import BlockNode
+
+N = TypeVar("N", bound=BlockNode)
 
 
 class Claim:
     """Regions that one node has, or is about to have."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
+    def __init__(self, regions: Sequence[Region], apart: bool) -> None:
         """``regions``: by address.  Raises MisuseError if another node that is not closed has some
-        of these bytes.  Of two threads at once at least one is refused."""
+        of these bytes; unless ``apart``, only if that one is.  Of two threads at once at least one
+        is refused."""
         self._regions = regions
-        self._node: weakref.ref[Node] | None = None
+        self._apart = apart
+        self._node: weakref.ref[BlockNode] | None = None
         _claims.append(self)  # first: what another thread does meanwhile sees it
         for other in [one for one in _claims if one is not self]:
             if not other._counts():
@@ -39,7 +43,7 @@ class Claim:
                     "each memory, and close() that node before another one takes its place"
                 )
 
-    def belong_to(self, node: Node) -> None:
+    def belong_to(self, node: BlockNode) -> None:
         """The regions are the node's, until it is closed."""
         self._node = weakref.ref(node)
 
@@ -57,6 +61,8 @@ class Claim:
         return f"node {node.name}" if node is not None else "another node"
 
     def _meets(self, other: Claim) -> bool:
+        if not (self._apart or other._apart):
+            return False
         return any(_may_overlap(one, its) for one in self._regions for its in other._regions)
 
 
@@ -64,10 +70,11 @@ _claims: list[Claim] = []
 """No lock guards it, which a fork could leave locked: it is changed in place, which is atomic."""
 
 
-def claimed(regions: Sequence[Region], make: Callable[[], Node]) -> Node:
-    """Return the node that ``make`` makes, which owns these regions from now on.  Raises what
-    ``make`` raises, and MisuseError if another node has some of their bytes."""
-    claim = Claim(regions)
+def claimed(regions: Sequence[Region], make: Callable[[], N], *, apart: bool = True) -> N:
+    """Return the node that ``make`` makes, which owns these regions from now on: alone, or unless
+    ``apart`` with others of which this holds.  Raises what ``make`` raises, and MisuseError if
+    another node has some of their bytes."""
+    claim = Claim(regions, apart)
     try:
         node = make()
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvshm._base.log import logger
 from kvshm._base.log_output import start_log
@@ -22,13 +22,16 @@ from .arguments import (
     checked_seconds,
     whole,
 )
+from .block_node import BlockNode
 from .claims import by_address, claimed
+from .engine_layout import EngineLayout
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
 from .own_blocks import OwnBlocks
 
 DEVICE = "cpu"
+N = TypeVar("N", bound=BlockNode)
 
 log = logger(__name__)
 
@@ -105,7 +108,7 @@ def join(
         _check_may_share(config)
         if isinstance(path, TransportError):
             raise path
-        return HalvesInOne(config, spec, path, memory, regions, opened)
+        return HalvesInOne(config, spec, path, [(memory, regions)], opened)
 
     fields(identity)  # may raise: nothing has been opened
     _begin_log(config)
@@ -113,6 +116,60 @@ def join(
     where = by_address(regions, memory)
     node = claimed(where, lambda: Node(called, block_size, own, shape, fields, open_halves))
     return _started(node, identity, patience)
+
+
+def join_like(
+    layout: EngineLayout,
+    *,
+    memory: Any,
+    num_blocks: int,
+    config: Config | None = None,
+    name: str | None = None,
+    wait: float | None = None,
+) -> BlockNode:
+    """Join the node with the fingerprint of an engine that is there, as one that computes nothing:
+    it loads blocks of other engines, and publishes them again.  Waits as ``join`` does.
+
+    ``layout``: what ``Reader.layout`` returned.  ``memory``: what ``allocate`` returned.  Block
+    ``i`` of all ranks together is the ``layout.stride`` bytes from byte ``i * layout.stride`` on;
+    there are ``num_blocks`` of them.  Several nodes of this function may have the same memory: the
+    caller sees to it that no two use, at one time, blocks with a byte in common.  ``config``,
+    ``name``, ``wait``: as for ``join``.  Errors are those of ``join``; MisuseError also for an
+    engine whose memory another transport shares than the settings name for host memory.
+    """
+    if not isinstance(layout, EngineLayout):
+        raise MisuseError(f"layout is {layout!r}; give what Reader.layout() returned")
+    config = _settings(config)
+    patience = config.join_wait_ms / 1000 if wait is None else checked_seconds("wait", wait)
+    called = checked_name(name)
+    path = _chosen_transport(config, DEVICE)
+    if (path_name := str(getattr(path, "name", ""))) != layout.transport:
+        raise MisuseError(
+            f"the engine shares its memory by {layout.transport}, this one by "
+            f"{path_name or path}; only engines of the same transport share"
+        )
+    caches = [
+        (memory, checked_regions(part, memory))
+        for part in layout.regions(whole("num_blocks", num_blocks, 1))
+    ]
+    spec = EngineSpec(
+        called, layout.model, num_blocks, layout.block_size, asynchronous=True, keeps=True
+    )
+
+    def open_halves(opened: Callable[[EpochState], None]) -> HalvesInOne:
+        _check_may_share(config)
+        return HalvesInOne(config, spec, path, caches, opened)
+
+    def make() -> BlockNode:
+        own, shape = OwnBlocks(num_blocks, [1]), Groups([Group(0, layout.block_size)])
+        fields = dict(layout.fields)
+        return BlockNode(called, layout.block_size, own, shape, lambda _: fields, open_halves)
+
+    _begin_log(config)
+    where = [region for _, part in caches for region in by_address(part, memory)]
+    node = claimed(where, make, apart=False)
+    node._follow()
+    return _started(node, Identity(engine="", model=layout.model, weights=""), patience)
 
 
 def _begin_log(config: Config) -> None:
@@ -145,7 +202,7 @@ def _check_kind(memory: Any, path: Any, device: str) -> None:
         )
 
 
-def _started(node: Node, identity: Identity, patience: float) -> Node:
+def _started(node: N, identity: Identity, patience: float) -> N:
     """Return the node with its first epoch begun, after ``patience`` seconds at most; nothing of
     it is left if that raises."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -204,7 +204,8 @@ class Load:
         if self.state is LoadState.PENDING:
             self._node._cancel_load(self)
 
-    def _end(self, good: int) -> None:
+    def _end(self, good: int, bad: Collection[BlockId]) -> None:
+        """``good``: blocks before the first bad one; ``bad``: all targets that are not filled."""
         self._good = good
         self.state = LoadState.DONE if good == len(self.targets) else LoadState.FAILED
 

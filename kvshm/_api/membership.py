@@ -83,6 +83,13 @@ class Membership:
         halves, state = self._halves, self._open
         return halves is not None and state is halves.cache.epoch_state and halves.cache.is_member
 
+    @property
+    def epoch(self) -> int:
+        """Random number of this engine's present epoch, by which others name it; 0 while it has
+        none."""
+        state = self._open
+        return state.table.epoch if state is not None else 0
+
     def wait_joined(self, timeout: float | None = None) -> bool:
         """Wait until ``joined``, ``timeout`` seconds at most (None: for ever).  Returns ``joined``;
         at once, False, if this engine shares nothing, also if the coordinator refuses it:
@@ -184,7 +191,7 @@ class Membership:
             return 0
         contents = self._own.take_waiting()
         try:
-            halves.rank.write_checksums(list(contents))
+            halves.ranks.write_checksums(list(contents))
             return halves.cache.publisher.publish(*pack_contents(contents))
         except Exception:  # any, of a transport: these blocks stay unshown
             if self._log_limit.allows(CoreLine.PUBLISH_FAILED):

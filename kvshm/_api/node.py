@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from kvshm._base.ids import BlockHash, BlockId
+from kvshm._base.ids import BlockHash
 from kvshm._engine.groups import Group
 from kvshm._engine.load_plan import Plan
 from kvshm.errors import MisuseError
 
 from .arguments import checked_keys, checked_seconds, checked_start
+from .block_node import BlockNode
 from .load import Found, Load, wait_until, wait_until_async
 from .lookups import all_lengths, held_by_peers
-from .membership import Membership
 from .prefix_keys import Extra, prefix_keys
 
 
@@ -29,13 +28,14 @@ class Held(StrEnum):
     """No engine that is known."""
 
 
-class Node(Membership):
+class Node(BlockNode):
     """A joined engine.  ``kvshm.join`` makes it; ``close`` or a ``with`` statement ends it.
 
     Any thread may call; calls take turns.  Only ``wait_*``, ``retract``, ``drain`` and ``close``
     wait for others; all else takes microseconds to milliseconds, more for more keys.  What fails on
     the node (no coordinator, no memory, a peer that hangs or dies) is a miss and a counter; the
-    only error raised is MisuseError, before anything is done.
+    only error raised is MisuseError, before anything is done.  It has all calls of BlockNode, but
+    no ``news``.
     """
 
     @property
@@ -163,16 +163,6 @@ class Node(Membership):
             self._drain(halves)  # first: the targets must not be read any more
             return self._loads.begin(self, halves, found._plan, targets)
 
-    def _advance_loads(self) -> None:
-        with self._lock:
-            if self._halves is not None:
-                self._loads.collect(self._halves)
-
-    def _cancel_load(self, load: Load) -> None:
-        with self._lock:
-            if self._halves is not None:
-                self._halves.rank.cancel(load._id)
-
     # -- publishing
 
     def publish(
@@ -196,39 +186,6 @@ class Node(Membership):
             self._own.add(new)
             return 0 if self._paused else self._publish_waiting()
 
-    def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
-        """Let no engine read these blocks any more, before they are written or get other contents.
-        Blocks that are not published are left alone.  Waits until none reads them, for the drain
-        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
-        discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
-        at once; then call ``drain`` before writing them."""
-        with self._lock:
-            halves = self._living()
-            blocks = self._own.check_retractable(block_ids)
-            gone = self._own.remove(blocks)
-            if halves is None:
-                return
-            if gone:
-                halves.cache.publisher.retract(gone)
-                self._own.undrained.update(gone)
-            if wait and not self._own.undrained.isdisjoint(blocks):
-                self._drain(halves)
-
-    async def retract_async(self, block_ids: Iterable[int]) -> None:
-        """Like ``retract``, on a thread, so that the event loop goes on.  Other calls of this node
-        wait meanwhile, those of the loop included: for the drain budget at most."""
-        await asyncio.to_thread(self.retract, list(block_ids))
-
-    def drain(self) -> None:
-        """Wait for the readers of all retracted blocks, for the drain budget at most."""
-        with self._lock:
-            if (halves := self._living()) is not None:
-                self._drain(halves)
-
-    async def drain_async(self) -> None:
-        """Like ``drain``, on a thread, as ``retract_async``."""
-        await asyncio.to_thread(self.drain)
-
     def hold(self, keys: Sequence[bytes], seconds: float, group: int = 0) -> int:
         """Ask the engines that have these blocks, this one included, to reuse others first for
         ``seconds``, an hour at most.  A hint to engines that ask ``kept``, as vLLM's hooks do,
@@ -240,36 +197,3 @@ class Node(Membership):
         with self._lock:
             halves = self._living()
             return halves.cache.planner.hold(keys, seconds, group) if halves is not None else 0
-
-    def kept(self, block_ids: Iterable[int]) -> list[BlockId]:
-        """Return which of these own blocks are held, or being read, by anybody: reuse others first,
-        if there are others.  While there are none it takes 0.15 us for each block, else 0.5 us."""
-        with self._lock:
-            blocks, halves = self._own.check_exist(block_ids), self._living()
-            state = halves.cache.epoch_state if halves is not None else None
-            return state.table.kept(blocks) if state is not None else []
-
-    def pause(self) -> None:
-        """Find nothing and publish nothing until ``resume``.  Published blocks stay readable, and
-        loads go on."""
-        with self._lock:
-            self._living()
-            self._paused = True
-
-    def resume(self) -> None:
-        """End ``pause``; publish what was to be published meanwhile."""
-        with self._lock:
-            self._living()
-            if self._paused:
-                self._paused = False
-                self._publish_waiting()
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of the present epoch by name (docs/operations.md), and ``peers``:
-        engines whose blocks can be used now.  Without an epoch only that."""
-        with self._lock:
-            halves = self._living()
-            state = halves.cache.epoch_state if halves is not None else None
-            if state is None:
-                return {"peers": 0}
-            return {**state.table.counters.snapshot(), "peers": state.peers.stats().usable}

@@ -8,27 +8,16 @@ published again in another epoch.  Pure, not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from kvshm._base.ids import BlockId
 from kvshm._shm.layout import RecordKind, pack_records
 from kvshm.errors import MisuseError
 
-from .arguments import checked_keys, checked_start, listed, whole
+from .arguments import MAX_GROUPS, checked_keys, checked_start, listed, whole
+from .contents import BlockContent
 
 _PUBLISH = int(RecordKind.PUBLISH)
-_TAG_BYTES = 8
-
-
-class Content(NamedTuple):
-    """What a published block holds."""
-
-    key: bytes
-    parent: bytes
-    """The first 8 bytes of the key before it in its chain; zeros for a chain's first block."""
-    depth: int
-    """Index in its chain, in blocks."""
-    group: int
+TAG_BYTES = 8
 
 
 class OwnBlocks:
@@ -38,9 +27,9 @@ class OwnBlocks:
         """``scales``: of each group, how many keys a block covers."""
         self.num_blocks = num_blocks
         self._scales = scales
-        self.contents: dict[BlockId, Content] = {}
+        self.contents: dict[BlockId, BlockContent] = {}
         """Of the published blocks."""
-        self.waiting: dict[BlockId, Content] = {}
+        self.waiting: dict[BlockId, BlockContent] = {}
         """Those of them that the present epoch does not show yet."""
         self._places: dict[tuple[bytes, int], dict[BlockId, None]] = {}
         self._loading: set[BlockId] = set()
@@ -92,7 +81,7 @@ class OwnBlocks:
 
     def check_contents(
         self, keys: Sequence[bytes], blocks: Iterable[int], start: int, group: int
-    ) -> dict[BlockId, Content]:
+    ) -> dict[BlockId, BlockContent]:
         """Return what those blocks hold that are not published yet.  ``start``: index of the first
         block in its prefix.  Raises MisuseError."""
         keys, given = listed("keys", keys), self.check_exist(blocks)
@@ -107,10 +96,10 @@ class OwnBlocks:
                 "give the keys up to the last block's, and as `start` the index of the first block"
             )
         checked_keys(keys[max(0, first * scale - 1) :])  # the others are not used
-        new: dict[BlockId, Content] = {}
+        new: dict[BlockId, BlockContent] = {}
         for index, block in enumerate(given, first):
-            parent = keys[index * scale - 1][:_TAG_BYTES] if index else bytes(_TAG_BYTES)
-            content = Content(keys[(index + 1) * scale - 1], parent, index, group)
+            parent = keys[index * scale - 1][:TAG_BYTES] if index else bytes(TAG_BYTES)
+            content = BlockContent(keys[(index + 1) * scale - 1], parent, index, group)
             known = self.contents.get(block)
             if known is None:
                 self._check_free(block, "published")
@@ -121,6 +110,23 @@ class OwnBlocks:
                     "contents"
                 )
         return new
+
+    def check_separate(
+        self, contents: Iterable[BlockContent], blocks: Iterable[int]
+    ) -> dict[BlockId, BlockContent]:
+        """Return what single blocks hold, all of which are free.  Raises MisuseError."""
+        stated, given = listed("contents", contents), self.check_exist(blocks)
+        if len(stated) != len(given) or len(set(given)) != len(given):
+            raise MisuseError(
+                f"{len(stated)} contents for {len(given)} blocks; give each block its own, once"
+            )
+        checked_keys([content.key for content in stated])
+        for block, content in zip(given, stated, strict=True):
+            self._check_free(block, "published")
+            known = 0 <= content.group < MAX_GROUPS and 0 <= content.depth < 1 << 32
+            if not known or len(content.parent) != TAG_BYTES:
+                raise MisuseError(f"{content} cannot be; give what lookup_blocks() found")
+        return dict(zip(given, stated, strict=True))
 
     def _check_free(self, block: BlockId, what: str) -> None:
         if block in self._loading:
@@ -133,7 +139,7 @@ class OwnBlocks:
                 "was read; call drain() before you write it"
             )
 
-    def add(self, contents: dict[BlockId, Content]) -> None:
+    def add(self, contents: dict[BlockId, BlockContent]) -> None:
         """These blocks are published."""
         self.contents |= contents
         self.waiting |= contents
@@ -157,7 +163,7 @@ class OwnBlocks:
         """Another epoch has begun, and shows nothing yet."""
         self.waiting = dict(self.contents)
 
-    def take_waiting(self) -> dict[BlockId, Content]:
+    def take_waiting(self) -> dict[BlockId, BlockContent]:
         """Return what is published and not shown yet: it is going to be."""
         taken, self.waiting = self.waiting, {}
         return taken
@@ -188,7 +194,7 @@ class OwnBlocks:
         self.undrained.clear()
 
 
-def pack_contents(contents: Mapping[BlockId, Content]) -> tuple[bytes, bytes]:
+def pack_contents(contents: Mapping[BlockId, BlockContent]) -> tuple[bytes, bytes]:
     """Return the blocks' records, without generations, and their parents, as the slot table takes
     them."""
     records = pack_records(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
+from kvshm._base.fingerprint import fingerprint
 from kvshm._base.ids import BlockHash, BlockId, Epoch
 from kvshm._base.rundir import choose_run_directory, list_sockets
 from kvshm._node.segment_server import SegmentClient
@@ -16,6 +17,7 @@ from kvshm.config import Config
 from kvshm.errors import KvshmError, MisuseError
 
 from .arguments import checked_keys
+from .engine_layout import EngineLayout, layout_of
 
 READ_SECONDS = 1.0
 """How long an engine that does not answer is waited for."""
@@ -42,6 +44,8 @@ class EngineView(NamedTuple):
     """Worker ranks; 1 for an engine that called ``join``."""
     alive: bool
     """Whether its blocks can be read."""
+    keeps: bool = False
+    """Whether it computes nothing, and keeps what others have computed."""
 
 
 class PublishedBlock(NamedTuple):
@@ -102,6 +106,17 @@ class Reader:
                     for key, block, _, depth, _, group in unpack_records(table.scan()):
                         yield PublishedBlock(key, group, depth, block, table.engine, table.epoch)
 
+    def layout(self, epoch: int) -> EngineLayout | None:
+        """Return how the blocks of the engine in ``epoch`` are made up, for ``join_like``.  None if
+        it has ended, does not answer, or is of a version of kvshm that does not say."""
+        for table in self._refresh():
+            if table.epoch == epoch:
+                with suppress(KvshmError, OSError):
+                    info = self._segments.info(table.epoch)
+                    if fingerprint(info.fields) == table.fingerprint and info.ranks:
+                        return layout_of(table, info)
+        return None
+
     def _refresh(self) -> tuple[SlotTableView, ...]:
         """The tables of the present engines.  Raises MisuseError once closed."""
         if self._closed:
@@ -143,6 +158,7 @@ def _view(table: SlotTableView) -> EngineView:
         table.block_size,
         table.num_ranks,
         _is_alive(table),
+        table.keeps,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from kvshm._base.fingerprint import fingerprint
-from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Fingerprint
+from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch
 from kvshm._base.log_format import forget_own_epoch, note_own_epoch
 from kvshm._base.roles import Decision
 from kvshm._base.rundir import engine_socket, peers_file
@@ -38,6 +38,8 @@ class EngineSpec:
     """Tokens per hash."""
     asynchronous: bool = False
     """Whether the next step is scheduled while one runs, so that a wait can overlap."""
+    keeps: bool = False
+    """Whether it computes nothing, and keeps what others have computed."""
 
 
 @dataclass
@@ -72,11 +74,14 @@ class EpochState:
         no leases: the re-check alone decides."""
         return Peer(replace(self.info, lease_bit=NO_LEASE_BIT), self.table.as_peer(), row=-1)
 
-    def end(self) -> None:
+    def end(self, *, leaves: bool = False) -> None:
         """Retract everything for good: every slot EMPTY, every life word 0.  Never waits: an
         importer in the middle of a copy finds out at its re-check.  Processes that have mapped the
-        table keep their mapping."""
+        table keep their mapping.  ``leaves``: because the engine ends; else something may be wrong
+        with the blocks, and keepers drop their copies."""
         forget_own_epoch(self.table.epoch)
+        if not leaves:
+            self.table.withdraw()
         self.table.retire()
         self.table.reset()
         self.table.end_life(None)
@@ -113,6 +118,18 @@ def begin_epoch(
         num_ranks=len(ranks),
         fingerprint=fingerprint(fields),
         model=spec.model,
+        keeps=spec.keeps,
+    )
+    info = EngineInfo(
+        epoch=epoch,
+        name=spec.name,
+        pid=os.getpid(),
+        fingerprint=table_spec.fingerprint,
+        fields=dict(fields),
+        num_blocks=spec.num_blocks,
+        ranks=[replace(rank, memory=replace(rank.memory, epoch=epoch)) for rank in ranks],
+        imports_only=bool(role.no_exports),
+        kvshm_version=__version__,
     )
     with ExitStack() as undo:
         table = OwnSlotTable.create(table_spec, epoch)
@@ -122,18 +139,8 @@ def begin_epoch(
         listed = None if role.no_imports else PeerList(peers_file(run_dir, namespace, epoch))
         peers = Peers(namespace, spec.name, epoch, SegmentClient(run_dir, namespace), listed=listed)
         undo.callback(peers.close)
-        server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, peers.replica)
+        path = engine_socket(run_dir, namespace, epoch)
+        server = serve_epoch(path, table, peers.replica, info)
         undo.pop_all()
     note_own_epoch(epoch, spec.name)
-    info = EngineInfo(
-        epoch=epoch,
-        name=spec.name,
-        pid=os.getpid(),
-        fingerprint=Fingerprint(table.fingerprint),
-        fields=dict(fields),
-        num_blocks=spec.num_blocks,
-        ranks=[replace(rank, memory=replace(rank.memory, epoch=epoch)) for rank in ranks],
-        imports_only=bool(role.no_exports),
-        kvshm_version=__version__,
-    )
     return EpochState(table, peers, server, info)

@@ -80,6 +80,8 @@ class LoadOrder:
     """Targets whose source blocks could not be leased: load errors from the start."""
     length: int = 0
     """Hashes by which the prefix becomes longer if all targets but ``lost`` are filled."""
+    apart: bool = False
+    """Whether each block is of use without the others, instead of a prefix."""
 
     @classmethod
     def of_nothing(cls, load_id: LoadId, targets: Sequence[BlockId]) -> Self:

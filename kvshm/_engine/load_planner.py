@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
+from kvshm._node.peer import Peer
 from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm._shm.statistics import IMPORT_TIMES, MATCH_LENGTH, Counter
@@ -202,6 +204,51 @@ class LoadPlanner:
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
         return LoadOrder(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
 
+    def find_blocks(self, wanted: Iterable[tuple[bytes, int]]) -> Plan | None:
+        """Find single blocks, each named by key and group, whatever lies before them in a prefix.
+        Those that no usable peer seems to hold are left out.  Counts nothing: no prompt asks."""
+        epoch = self._cache.epoch_state
+        if epoch is None or self.leaving or self._cache.role.no_imports or epoch.has_ended():
+            return None
+        lookup = epoch.peers.lookup
+        runs = tuple(run for key, group in wanted for run in lookup([key], 0, 1, group=group))
+        nbytes = sum(run.peer.block_bytes for run in runs)
+        return Plan(epoch.table.epoch, 0, 0, (), runs, self._clock(), nbytes) if runs else None
+
+    def load_blocks(self, plan: Plan, load_id: LoadId, targets: Sequence[BlockId]) -> LoadOrder:
+        """Return the load of a plan of ``find_blocks``, which every rank has to carry out.  Takes
+        no leases, so no exporter waits for it: the re-check alone decides about each block."""
+        epoch = self._cache.epoch_state
+        fresh = self._clock() - plan.made_at <= PLAN_SECONDS
+        ticket = None
+        if fresh and epoch is not None and epoch.table.epoch == plan.epoch:
+            ticket = epoch.table.take_ticket(epoch.table.num_ranks)
+        if epoch is None or ticket is None:
+            return replace(LoadOrder.of_nothing(load_id, targets), apart=True)
+        there: dict[Epoch, tuple[Peer, list[bytes], list[BlockId]]] = {}
+        lost = list[BlockId]()
+        for (peer, record), target in zip(plan.runs, targets, strict=True):
+            if self._is_there(epoch, peer, record):
+                of = there.setdefault(Epoch(peer.info.epoch), (peer, [], []))
+                of[1].append(record)
+                of[2].append(target)
+            else:
+                lost.append(target)
+        pieces = tuple(_untaken(*of) for of in there.values())
+        sync_point(SyncPoint.LOAD_PLANNED)
+        own = epoch.table.epoch
+        return LoadOrder(load_id, own, ticket, NO_LEASE_BIT, pieces, tuple(lost), apart=True)
+
+    def _is_there(self, epoch: EpochState, peer: Peer, record: bytes) -> bool:
+        """Whether a peer still has a block; if not, the hint goes."""
+        try:
+            serving, (found, _) = peer.table.alive, peer.table.lease(NO_LEASE_BIT, record)
+        except KvshmError:  # a table that somebody spoilt
+            return False
+        if not found and serving:
+            epoch.peers.forget(Epoch(peer.info.epoch), record)
+        return bool(found)
+
     def _lease(
         self,
         epoch: EpochState,
@@ -253,14 +300,13 @@ class LoadPlanner:
         if epoch is None or epoch.table.epoch != load.epoch:
             bad.update(targets)
         failed = bool(bad) or not load.pieces
-        if failed and not self.search.groups.is_single_full_attention:
+        whole = self.search.groups.is_single_full_attention  # every beginning of it is of use
+        if failed and not (whole or load.apart):
             bad.update(targets)
         good = [target not in bad for target in targets]
         # A block is usable only if all blocks before it are.
         usable = sum(takewhile(bool, good))
-        length = (
-            usable if self.search.groups.is_single_full_attention else load.length * (not failed)
-        )
+        length = usable if whole and not load.apart else load.length * (not failed)
         nbytes = load.bytes_of(usable) * epoch.table.num_ranks if epoch is not None else 0
         self.results.append(LoadResult(usable, length, failed, nbytes, _time_taken(reports)))
         if epoch is not None:
@@ -309,6 +355,18 @@ class LoadPlanner:
                 epoch.peers.load_succeeded(piece.peer_epoch)
             elif epoch.peers.load_failed(piece.peer_epoch):
                 epoch.table.counters.add(c.QUARANTINES)
+
+
+def _untaken(peer: Peer, records: Sequence[bytes], targets: Sequence[BlockId]) -> Piece:
+    """A piece of blocks that are not leased."""
+    return Piece(
+        peer_epoch=Epoch(peer.info.epoch),
+        memory=tuple(rank.memory for rank in peer.info.ranks),
+        records=b"".join(records),
+        taken=bytes(len(records)),
+        targets=tuple(targets),
+        block_bytes=peer.block_bytes,
+    )
 
 
 def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:

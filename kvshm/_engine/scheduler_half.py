@@ -176,15 +176,16 @@ class SchedulerHalf:
             self._requested = _EpochRequest(ranks, fields, RetryPause(self._clock))
         self._client.rejoin()
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, *, leaves: bool = False) -> None:
         """Retract all blocks for good, without waiting: the cache was reset, the weights
-        changed, or something went wrong.  Idempotent."""
+        changed, or something went wrong, so keepers drop their copies, too; or the engine
+        ``leaves``, and they keep them.  Idempotent."""
         with self._lock:
             self._requested = None
             self.failed = False
             state, self.epoch_state = self.epoch_state, None
         if state is not None:
-            state.end()
+            state.end(leaves=leaves)
             self._client.rejoin()
 
     def not_opened(self, epoch: int) -> bool:
@@ -210,7 +211,7 @@ class SchedulerHalf:
     def close(self) -> None:
         """End the epoch and leave the node.  If no coordinator runs, also remove the files of
         dead engines, so that the last engine leaves nothing behind.  Blocks up to two seconds."""
-        self.end_epoch()
+        self.end_epoch(leaves=True)
         forget_declined(self._spec.name)
         self._client.close(timeout=1.0)
         self._opened = None  # it refers to the rank, and so to memory

@@ -42,6 +42,8 @@ from .segment_server import SegmentClient
 log = logger(__name__)
 
 INITIAL_CAPACITY = 1 << 16
+MAX_WITHDRAWN = 1024
+"""Epochs that are remembered because their blocks were withdrawn."""
 QUARANTINE_FAILURES = 3
 
 
@@ -56,6 +58,8 @@ class _PeerView(NamedTuple):
     """The keys of ``rows`` as bits."""
     tables: dict[int, memoryview]
     """The slot tables of ``rows``."""
+    withdrawn: tuple[Epoch, ...] = ()
+    """Of the peers that have gone: those whose blocks were withdrawn while their engine went on."""
 
 
 _NO_PEERS = _PeerView({}, {}, 0, {})
@@ -257,6 +261,16 @@ class Peers:
         """The name of an engine, empty if it is not a peer (any more)."""
         return peer.info.name if (peer := self._find(epoch)) is not None else ""
 
+    def keepers(self) -> frozenset[Epoch]:
+        """The peers that compute nothing, and keep what others have computed."""
+        return frozenset(Epoch(e) for e, peer in self._view.peers.items() if peer.table.keeps)
+
+    def withdrawn(self) -> frozenset[Epoch]:
+        """The epochs whose blocks were withdrawn while their engines went on: of peers, and of
+        those that were peers before."""
+        now = (Epoch(e) for e, peer in self._view.peers.items() if peer.table.withdrawn)
+        return frozenset((*self._view.withdrawn, *now))
+
     def may_use(self, peer: Peer) -> bool:
         """Whether ``lookup`` may still name a peer that it named before."""
         return self._view.rows.get(peer.row) is peer and self._usable(peer)
@@ -329,18 +343,20 @@ class Peers:
     def _find(self, epoch: int) -> Peer | None:
         return self._view.peers.get(epoch)
 
-    def _update_view(self) -> None:
-        """Show changes to the scheduler's thread."""
+    def _update_view(self, withdrawn: tuple[Epoch, ...] = ()) -> None:
+        """Show changes to the scheduler's thread.  ``withdrawn``: of peers that have gone."""
         heard = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
         rows = {p.row: p for p in heard if not (p.dead or p.info.imports_only)}
         tables = {row: peer.table.buffer for row, peer in rows.items()}
-        self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows), tables)
+        mask, known = sum(1 << row for row in rows), (*self._view.withdrawn, *withdrawn)
+        self._view = _PeerView(dict(self._peers), rows, mask, tables, known[-MAX_WITHDRAWN:])
         if self._closed:  # possibly since the line above
             self._view = _NO_PEERS
 
     def _drop(self, epoch: int) -> None:
         if (peer := self._peers.pop(epoch, None)) is not None:
-            self._update_view()  # before another peer can get the row
+            withdrawn = (Epoch(epoch),) if peer.table.withdrawn else ()
+            self._update_view(withdrawn)  # before another peer can get the row
             self.scan_queue.remove(Epoch(epoch))
             self.replica.drop_row(peer.row)
             self._write_list()

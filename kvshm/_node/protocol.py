@@ -258,6 +258,7 @@ _reply_decoder: Decoder[Reply] = Decoder(Reply)
 _broadcasts_decoder: Decoder[list[AnyBroadcast]] = Decoder(list[AnyBroadcast])
 _frame_decoder = Decoder(list[Raw])
 _broadcast_decoder: Decoder[AnyBroadcast] = Decoder(AnyBroadcast)
+_info_decoder = Decoder(EngineInfo)
 
 T = TypeVar("T")
 
@@ -293,6 +294,15 @@ def foreign_join(frame: bytes) -> ForeignJoin | None:
     with suppress(ProtocolError):
         return _decode(_foreign_decoder, frame, MAX_COMMAND_BYTES)
     return None
+
+
+def encode_info(info: EngineInfo) -> bytes:
+    """Return an engine's entry as the engine hands it out."""
+    return _encoder.encode(info)
+
+
+def decode_info(packed: bytes) -> EngineInfo:
+    return _decode(_info_decoder, packed, MAX_JOIN_BYTES)
 
 
 def decode_reply(frame: bytes) -> Reply:

@@ -2,7 +2,8 @@
 
 ::
 
-    <run dir>/<namespace>.engine.<epoch>.sock     an engine, in one epoch: its table and its replica
+    <run dir>/<namespace>.engine.<epoch>.sock     an engine, in one epoch: its table, its replica,
+                                                  and its entry in the roster
     <run dir>/<namespace>.tables.sock             the coordinator: the tables of the whole roster
 
 The connection stays open; it ends when the server ends or stops handing out.  Engines ask the
@@ -24,7 +25,13 @@ from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.descriptors import DescriptorServer, Request, ask, only_one, read_reply
 from kvshm._shm.layout import table_bytes
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable
-from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
+from kvshm._shm.segment import (
+    INDEX_KIND,
+    INFO_KIND,
+    TABLE_KIND,
+    read_message,
+    sealed_message,
+)
 from kvshm._shm.slot_table import LARGEST_TABLE, PeerSlotTable, SlotTableView
 from kvshm.errors import (
     ProtocolError,
@@ -34,6 +41,8 @@ from kvshm.errors import (
     StaleAttachment,
     TransportError,
 )
+
+from .protocol import MAX_JOIN_BYTES, EngineInfo, decode_info, encode_info
 
 FETCH_SECONDS = 2.0
 """How long an engine may take to answer, which it does on a thread of its own."""
@@ -53,15 +62,21 @@ class SegmentServer(DescriptorServer):
         super().__init__(path, lambda wanted: (find(wanted),), max_kept)
 
 
-def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> SegmentServer:
-    """Hand out an engine's own segments.  Raises TransportError."""
+def serve_epoch(
+    path: Path, table: OwnSlotTable, replica: Replica, info: EngineInfo | None = None
+) -> SegmentServer:
+    """Hand out an engine's own segments and, if it is given, its entry in the roster.  Raises
+    TransportError."""
 
     def find(wanted: Request) -> int:
-        if wanted.epoch != table.epoch or wanted.kind not in (TABLE_KIND, INDEX_KIND):
-            raise SegmentNotFound(f"epoch {table.epoch:016x} is served here")
-        if wanted.kind == TABLE_KIND:
-            return table.descriptor(wanted.writable)
-        return replica.descriptor()
+        if wanted.epoch == table.epoch:
+            if wanted.kind == TABLE_KIND:
+                return table.descriptor(wanted.writable)
+            if wanted.kind == INDEX_KIND:
+                return replica.descriptor()
+            if wanted.kind == INFO_KIND and info is not None:
+                return sealed_message(f"{table.name} {INFO_KIND}", encode_info(info))
+        raise SegmentNotFound(f"epoch {table.epoch:016x} is served here")
 
     return SegmentServer(path, find)
 
@@ -141,6 +156,14 @@ class SegmentClient:
     def peers_file(self, epoch: Epoch) -> Path:
         """The path of an engine's list of peers for its own ranks (kvshm/_node/peer_list.py)."""
         return peers_file(self._run_dir, self._namespace, epoch)
+
+    def info(self, epoch: Epoch | int) -> EngineInfo:
+        """Fetch an engine's entry in the roster, from the engine.  Raises ProtocolError, too."""
+        fd = fetch_segment(self._engine_socket(epoch), Request(INFO_KIND, epoch), self._timeout)
+        info = decode_info(read_message(self._segment_name(INFO_KIND, epoch), fd, MAX_JOIN_BYTES))
+        if info.epoch != epoch:
+            raise ProtocolError(f"epoch {epoch:016x} handed out the entry of {info.epoch:016x}")
+        return info
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
         wanted = Request(INDEX_KIND, epoch)

@@ -136,10 +136,12 @@ class RankHalf:
             table.end_life(self._attachments.rank)
 
     def withdraw(self) -> None:
-        """Zero the rank's life word now: no lease on own blocks succeeds any more, and loads under
-        way deliver nothing.  ``end_epoch`` has to follow on the serving thread.  Any thread."""
+        """Zero the rank's life word now: no lease on own blocks succeeds any more, loads under way
+        deliver nothing, and keepers drop their copies.  ``end_epoch`` has to follow on the serving
+        thread.  Any thread."""
         if (table := self.table) is not None:
             with suppress(KvshmError, ValueError):  # its epoch has just ended
+                table.withdraw()
                 table.end_life(self._attachments.rank)
 
     def begin_load(self, load: LoadOrder) -> None:

@@ -72,6 +72,15 @@ class StaleRecords(NamedTuple):
     records: bytes
 
 
+class Heard(NamedTuple):
+    """What has been heard of one engine's blocks since the last of these."""
+
+    epoch: Epoch
+    records: bytes | None
+    """Packed, in order, of events and scans; a RETRACT may have no key.  None: the engine has gone,
+    and all its blocks."""
+
+
 class Replica(ReplicaReader):
     """The replica as its owner writes it.  A lock lets one thread write at a time; lookups take no
     lock.  After ``close`` writes are dropped without an error, since the threads of an engine end
@@ -91,6 +100,8 @@ class Replica(ReplicaReader):
         self._ending = False
         self._tombstones: dict[int, bytearray] = {}
         self._grow_at = 0
+        self.heard: deque[Heard] | None = None
+        """What is written here, for a reader who wants to follow it; None: nobody does."""
 
     @classmethod
     def create(cls, namespace: str, engine: str | int, epoch: Epoch, capacity: int) -> Replica:
@@ -135,6 +146,8 @@ class Replica(ReplicaReader):
             if self._tombstones.pop(row, None) is None or self._segment.closed:
                 return 0
             buffer = self._segment.buffer
+            if self.heard is not None:
+                self.heard.append(Heard(self._epoch_of(row), None))
             _set_state(buffer, row, RowState.GONE)
             dropped = _native.index_drop_row(buffer, row)
             _set_state(buffer, row, RowState.FREE)
@@ -157,6 +170,8 @@ class Replica(ReplicaReader):
             with self._lock:
                 heard = {} if self._segment.closed else self._tombstones
                 known = [(heard[row], row, records) for row, records in batches if row in heard]
+                if self.heard is not None:
+                    self.heard += [Heard(self._epoch_of(row), part) for _, row, part in known]
                 applied = self._apply(known) if known else ApplyResult()
         finally:
             self._run_pending()
@@ -229,11 +244,14 @@ class Replica(ReplicaReader):
         tombstones = self._tombstones.get(stale.row)
         if tombstones is None or self._segment.closed:
             return
-        if _native.load(self._segment.buffer, ROWS_OFFSET + stale.row * ROW_BYTES) != stale.epoch:
+        if self._epoch_of(stale.row) != stale.epoch:
             return
         retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(stale.records))
         with suppress(KvshmError, IndexError, ValueError):  # not a block of this engine: no entry
             self._apply([(tombstones, stale.row, pack_records(retracts))])
+
+    def _epoch_of(self, row: int) -> Epoch:
+        return Epoch(_native.load(self._segment.buffer, ROWS_OFFSET + row * ROW_BYTES))
 
     # -- growth
 

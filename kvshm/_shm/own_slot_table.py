@@ -27,6 +27,7 @@ from .layout import (
     FINGERPRINT_OFFSET,
     GENERATION_SHIFT,
     HEARTBEAT_OFFSET,
+    KEEPS_OFFSET,
     KEPT_UNTIL_OFFSET,
     LEASE_MASK,
     LEASES_TAKEN_OFFSET,
@@ -44,6 +45,7 @@ from .layout import (
     TABLE_MAGIC,
     TICKET_TIMES_OFFSET,
     TICKETS_OFFSET,
+    WITHDRAWN_OFFSET,
     SlotState,
     table_bytes,
 )
@@ -71,6 +73,8 @@ class TableSpec:
     num_ranks: int
     fingerprint: Fingerprint
     model: str = ""
+    keeps: bool = False
+    """Whether the engine computes nothing."""
 
     def __post_init__(self) -> None:
         if not 0 < self.num_blocks <= MAX_BLOCKS or not 0 < self.block_size < 1 << 32:
@@ -96,6 +100,7 @@ class TableSpec:
         FIXED.pack_into(buffer, FINGERPRINT_OFFSET, *fixed)
         NAMES.pack_into(buffer, ENGINE_NAME_OFFSET, self.engine.encode(), model)
         _native.store(buffer, CREATED_OFFSET, created_ns)
+        _native.store(buffer, KEEPS_OFFSET, int(self.keeps))
 
 
 class EngineSlotTable(SlotTableView):
@@ -136,6 +141,11 @@ class EngineSlotTable(SlotTableView):
         then on no lease succeeds and no re-check of that rank passes."""
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
+
+    def withdraw(self) -> None:
+        """Have keepers drop what they have copied from here; the engine goes on.  Cannot be
+        undone."""
+        self._store(WITHDRAWN_OFFSET, 1)
 
     def log_error(self, *about: str, code: ErrorCode = ErrorCode.OTHER) -> None:
         """Record an error for tools, which can read it even after this process has ended.

@@ -30,6 +30,8 @@ from .layout import LAYOUT_VERSION, PID_OFFSET, PREFIX_BYTES, VERSION_OFFSET
 
 TABLE_KIND = "slots"
 INDEX_KIND = "index"
+INFO_KIND = "info"
+"""The engine's entry in the roster: a message, not a segment."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PREFIX = struct.Struct("<8sIIQQQ")
@@ -153,6 +155,27 @@ class Segment:
     def __repr__(self) -> str:
         size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"
         return f"<Segment {self.name} [{size}]>"
+
+
+def sealed_message(name: str, message: bytes) -> int:
+    """Return a descriptor of sealed memory that holds a message; the caller closes it.  Raises
+    SegmentError."""
+    segment = Segment.create(name, len(message))
+    try:
+        segment.buffer[:] = message
+        return segment.descriptor(writable=False)
+    finally:
+        segment.close()
+
+
+def read_message(name: str, fd: int, largest: int) -> bytes:
+    """Return what ``sealed_message`` holds, of ``largest`` bytes at most.  Closes ``fd``.  Raises
+    SegmentError."""
+    segment = Segment.from_fd(name, fd, False, largest)
+    try:
+        return bytes(segment.buffer)
+    finally:
+        segment.close()
 
 
 # -- the header that all segments begin with

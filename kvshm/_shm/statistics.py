@@ -259,6 +259,12 @@ DUPLICATES_LOST = Counter(
     Unit.BLOCKS,
 )
 
+# -- a keeper's side
+EVICTED = Counter(55, "evicted", "Blocks that a keeper dropped to make room.", Unit.BLOCKS)
+EVICTED_US = Counter(
+    64, "evicted_us", "Summed time for which evicted blocks had been kept.", Unit.MICROSECONDS
+)
+
 # -- replica and coordinator
 INDEX_FULL = Counter(56, "index_full", "Events that the replica index had no room for.")
 RESYNCS = Counter(57, "resyncs", "Slot tables of others read again after a gap in their events.")

@@ -24,6 +24,7 @@ from .layout import (
     ENGINE_NAME_OFFSET,
     FINGERPRINT_OFFSET,
     HEARTBEAT_OFFSET,
+    KEEPS_OFFSET,
     KEPT_UNTIL_OFFSET,
     LEASES_TAKEN_OFFSET,
     LIFE_OFFSET,
@@ -42,6 +43,7 @@ from .layout import (
     TABLE_MAGIC,
     TICKET_TIMES_OFFSET,
     TICKETS_OFFSET,
+    WITHDRAWN_OFFSET,
     table_bytes,
 )
 from .progress import LoopProgress, read_progress
@@ -117,6 +119,17 @@ class TableHeader:
     def nbytes(self) -> int:
         """Actual size of the segment; the header may state another one."""
         return self._segment.buffer.nbytes
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the engine computes nothing, and keeps what others have computed."""
+        return self._load(KEEPS_OFFSET) == 1
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether the engine has withdrawn what it had published, and goes on: copies of it that
+        others have may be wrong, and no keeper may keep them."""
+        return self._load(WITHDRAWN_OFFSET) == 1
 
     def _load(self, offset: int) -> int:
         return _native.load(self._segment.buffer, offset)

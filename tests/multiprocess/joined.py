@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -29,7 +29,10 @@ class Toy:
         """``kind``: engines of one kind share.  ``patient``: it waits for readers until the test
         lets them end, longer than any setting."""
         settings = how.pop("settings", {})
-        config = Config(run_dir=str(place.run_dir), namespace=place.namespace, **settings)
+        self.place, self.kind = place, kind
+        self.config = config = Config(
+            run_dir=str(place.run_dir), namespace=place.namespace, **settings
+        )
         if patient:
             object.__setattr__(config, "drain_budget_ms", 1000.0 * PATIENCE_SECONDS)
         regions = [Region(0, BLOCK, BLOCK, BLOCKS)]
@@ -68,18 +71,22 @@ class Toy:
     def leases(self) -> int:
         return sum(bool(slot.leases) for slot in self.table.slots())
 
-    @contextmanager
-    def copies_held_up(self) -> Iterator[None]:
+    def copies_held_up(self) -> AbstractContextManager[None]:
         """Copies into its memory wait for the end of this."""
         halves = self.node._halves
         assert halves is not None
+        return self.held_up(halves.ranks.halves[0].transport)
+
+    @staticmethod
+    @contextmanager
+    def held_up(transport: Any) -> Iterator[None]:
+        """Copies of a transport wait for the end of this."""
         begun, go_on = threading.Event(), threading.Event()
 
         def wait() -> None:
             begun.set()
             assert go_on.wait(PATIENCE_SECONDS)
 
-        transport: Any = halves.rank.transport
         transport.copier.submit(wait)
         assert begun.wait(PATIENCE_SECONDS)
         try:
@@ -89,7 +96,7 @@ class Toy:
 
     def wait_until_copying(self) -> None:
         """Wait until a copy into its memory has begun, or is held up."""
-        copier = self.node._halves.rank.transport.copier
+        copier = self.node._halves.ranks.halves[0].transport.copier
         wait_until(lambda: bool(copier._waiting), "the copy begins")
 
     def close(self) -> None:

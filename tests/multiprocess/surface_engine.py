@@ -78,7 +78,7 @@ class Engine:
         keys, free = keys_of(prompt), self._free()
         if held and self.let_go is None:
             self.let_go = threading.Event()
-            self.node._halves.rank.transport.copier.submit(self.let_go.wait)
+            self.node._halves.ranks.halves[0].transport.copier.submit(self.let_go.wait)
         if seen:
             found = self.node.wait_for(keys[:seen], PATIENCE_SECONDS)
             assert found.length == seen, f"{found}, of {seen} blocks"

@@ -69,7 +69,7 @@ class Modelled:
         """Copies into its memory wait until ``let_go``."""
         if self._let_go is None:
             self._let_go = threading.Event()
-            self.node._halves.rank.transport.copier.submit(self._let_go.wait)
+            self.node._halves.ranks.halves[0].transport.copier.submit(self._let_go.wait)
 
     def let_go(self) -> None:
         if self._let_go is not None:
@@ -78,7 +78,7 @@ class Modelled:
 
     def wait_until_copying(self) -> None:
         """Wait until copies are held up, or all loads have ended otherwise."""
-        rank = self.node._halves.rank
+        rank = self.node._halves.ranks.halves[0]
         wait_until(
             lambda: bool(rank.transport.copier._waiting) or len(rank._reports) >= rank._unreported,
             "copies begin",
@@ -91,7 +91,7 @@ class Modelled:
     @contextmanager
     def openings_held_up(self) -> Iterator[threading.Event]:
         """The rank opens no epoch before the end of this; the event tells that one was begun."""
-        rank, begun, go_on = self.node._halves.rank, threading.Event(), threading.Event()
+        rank, begun, go_on = self.node._halves.ranks.halves[0], threading.Event(), threading.Event()
         original = rank.open_epoch
 
         def open_later(epoch: Epoch) -> None:

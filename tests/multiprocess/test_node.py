@@ -281,7 +281,7 @@ def test_blocks_of_a_load_that_no_one_watched_come_back(toys: Toys, then: str) -
     again = b.node.lookup(keys)
     with b.copies_held_up():
         b.node.load(found, range(8, 14))
-    wait_until(lambda: len(b.node._halves.rank._reports) > 0, "the load ends")
+    wait_until(lambda: len(b.node._halves.ranks.halves[0]._reports) > 0, "the load ends")
     if then == "load":
         b.node.load(again, range(8, 14)).wait(PATIENCE_SECONDS)
     else:

@@ -167,7 +167,7 @@ def test_a_reset_that_cannot_begin_again_ends_all_loads(
     _a, b, keys, found = toys.prefix()
     stale = b.node.lookup(keys)
     load = b.node.load(found, range(6))
-    transport = b.node._halves.rank.transport
+    transport = b.node._halves.ranks.halves[0].transport
     transport.close()  # so that nothing can be exported
     b.node.reset()
     assert load.wait(PATIENCE_SECONDS) is LoadState.FAILED

@@ -46,6 +46,7 @@ def test_ids_are_never_renumbered() -> None:
         "quarantines": 44, "estimated_us": 45, "measured_us": 46, "computing_us": 47,
         "loads_at_once": 48, "loads_too_late": 49, "imported_tokens": 50, "loads_lost": 51,
         "duplicates_reused": 52, "last_copies_reused": 53, "duplicates_lost": 54,
+        "evicted": 55, "evicted_us": 64,
         "index_full": 56, "resyncs": 57, "rejoins": 58, "bad_messages": 59, "swept": 60,
         "hook_errors": 61,
         "weights_written": 62, "still_mapped": 63,

@@ -33,6 +33,8 @@ TABLE_BYTES = COMMON_BYTES | {
     "LEASES_TAKEN": 8,
     "RETIRED": 8,
     "KEPT_UNTIL": 8,
+    "KEEPS": 8,
+    "WITHDRAWN": 8,
     "LIFE": 8 * layout.MAX_RANKS,
     "ENGINE_NAME": layout.ENGINE_NAME_BYTES,
     "MODEL_NAME": layout.MODEL_NAME_BYTES,

@@ -239,6 +239,15 @@ def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
     cache.end_epoch()
 
 
+@pytest.mark.parametrize("withdraws", [False, True])
+def test_only_what_a_rank_withdraws_may_be_kept_by_nobody(
+    opened: RankHalf, own: AnyTable, withdraws: bool
+) -> None:
+    opened.withdraw() if withdraws else opened.end_epoch()
+    assert not own.alive
+    assert own.withdrawn == withdraws
+
+
 def test_one_peer_that_has_gone_keeps_no_other_lease(
     opened: RankHalf, own: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:

@@ -48,6 +48,7 @@ MAY = {
     "table.generations([])": {OWN},
     "table.as_peer()": {OWN},
     "table.end_life(None)": {OWN, RANK},
+    "table.withdraw()": {OWN, RANK},
     "table.publish_marked(bytearray(), [], [])": {OWN},
     "table.retract_marked(bytearray(), [])": {OWN},
     "table.create(spec, Epoch(1))": {OWN},
@@ -55,9 +56,9 @@ MAY = {
 }
 READS = (
     "WRITABLE age_seconds alive buffer check_integrity checksum close count_blocks died errors "
-    "heartbeat in_use loads_since missing_in progress "
+    "heartbeat in_use keeps loads_since missing_in progress "
     "is_alive kept_until lease_bit leases_taken life name nbytes now "
-    "owner_begun owner_died retired seconds_left slot slots"
+    "owner_begun owner_died retired seconds_left slot slots withdrawn"
 )
 GIVES = {
     "view(1)": VIEW,
@@ -116,4 +117,4 @@ def test_no_method_is_left_out() -> None:
     listed = {what.split("(")[0].split(".")[1] for what in MAY} - {"counters"}
     assert names == listed | set(READS.split())
     methods = {name for name in dir(SegmentClient) if not name.startswith("_")}
-    assert methods == {what.split("(")[0] for what in GIVES} | {"replica", "peers_file"}
+    assert methods == {what.split("(")[0] for what in GIVES} | {"info", "replica", "peers_file"}
