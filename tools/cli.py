@@ -20,6 +20,7 @@ from . import (
 )
 from .commands import Command, run_command
 from .doctor import command as doctor
+from .keeper import command as keeper
 from .kv import command as kv
 from .metrics import command as metrics
 from .output import EXIT_USAGE
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "config": show_config,
     "clean": clean,
     "coordinator": coordinator,
+    "keeper": keeper,
     "kv": kv,
     "verify-logits": verify_logits,
     "completion": completion,

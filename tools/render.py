@@ -120,7 +120,7 @@ _ENGINES: Columns = {
     "pid": "pid",
     "process": _process,
     "epoch": "epoch",
-    "model": lambda engine: engine["model"] or "-",
+    "model": lambda engine: (engine["model"] or "-") + (" (keeper)" if engine["keeps"] else ""),
     "fingerprint": lambda engine: engine["fingerprint"][:12],
     "block size": "block_size",
     **{state: _state(state) for state in ("empty", "ready", "draining", "leased", "held")},

@@ -129,6 +129,7 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
         "alive": not header.owner_died,
         "died": header.died,
         "model": header.model,
+        "keeps": header.keeps,
         "fingerprint": header.fingerprint,
         "block_size": header.block_size,
         "num_blocks": table.num_blocks,

@@ -144,6 +144,7 @@ def _engine(health: EngineHealth) -> Json:
         "epoch": f"{engine.epoch:016x}",
         "pid": engine.pid,
         "model": engine.model,
+        "keeps": engine.keeps,
         "state": health.state,
         "live": health.live,
         "ready": health.ready,
@@ -176,6 +177,7 @@ def _declined(health: DeclinedHealth) -> Json:
 _YES = {True: "yes", False: "no", None: "-"}
 _COLUMNS: Columns = {
     "engine": "engine",
+    "kind": lambda row: "keeper" if row.get("keeps") else None,
     "state": "state",
     **{
         column: lambda row, column=column: _YES[row.get(column)]  # type: ignore[misc]
@@ -192,7 +194,7 @@ def _lines(found: Json) -> Iterator[str]:
     for space in found["namespaces"]:
         coordinator = space["coordinator"]
         yield f"namespace {space['namespace']}: {coordinator['reason'] or 'coordinator healthy'}"
-        yield from table(_COLUMNS, [*space["engines"], *space["declined"]])
+        yield from table(_COLUMNS, [*space["engines"], *space["declined"]], if_any=("kind",))
         coordinated = coordinator["code"] != Code.NO_COORDINATOR
         others = [leftover(e["epoch"], coordinated, e["engine"] or "") for e in space["ended"]]
         others += [f"engine {name_of(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]

@@ -206,7 +206,8 @@ ELSEWHERE = {"docker", "kubectl", "systemctl", "loginctl", "vllm"}
 
 
 def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
-    """In an empty /dev/shm, /run (with home and run directory) and /etc/systemd of its own."""
+    """In an empty /dev/shm, /run (with home and run directory) and /etc/systemd of its own; a
+    keeper with less memory."""
     places = ("/dev/shm", "/run", "/etc/systemd")
     within = fresh_tmpfs(*((place, "8m") for place in places))
     skip_unless_permitted([within])
@@ -215,8 +216,8 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
     lines = ["set -e", "mkdir -p /etc/systemd/system $HOME $XDG_RUNTIME_DIR"]
     coordinators = 0
     for line in script:
-        lines.append(line)
-        if line.endswith("&"):
+        lines.append(line.replace("--memory 8G", "--memory 8M"))
+        if "kvshm-coordinator &" in line:
             coordinators += 1
             sockets = "$(find $XDG_RUNTIME_DIR -name '*.events' | wc -l)"
             lines.append(f"until [ {sockets} = {coordinators} ]; do kill -0 $!; sleep 0.1; done")

@@ -47,6 +47,7 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
     ),
 }
 NO_NAMES = {"coordinator", "verify-logits", "completion"}
+UNTIL_ENDED = {"keeper"}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def asked() -> Iterator[tuple[str, ...]]:
 
 
 def test_every_command_is_asked() -> None:
-    assert ASKED.keys() == COMMANDS.keys() - NO_NAMES
+    assert ASKED.keys() == COMMANDS.keys() - NO_NAMES - UNTIL_ENDED
 
 
 @pytest.mark.parametrize("words", [*asked()], ids=" ".join)
@@ -108,3 +109,13 @@ def test_what_it_prints_a_terminal_only_shows(
         assert not odd
     if "--json" in words:
         json.loads(done.stdout)
+
+
+def test_a_keeper_prints_what_a_terminal_only_shows(place: Node) -> None:
+    where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
+    command = (sys.executable, "-m", "kvshm.tools.cli", "keeper", "--memory", "1M", *where)
+    keeper = place.processes.start("keeper", *command)
+    said = keeper.wait_out(lambda line: line.startswith("keeping"))
+    assert "fingerprint" in said
+    assert said.isprintable()
+    assert keeper.terminate() == 0

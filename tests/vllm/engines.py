@@ -7,16 +7,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 from local_node import Engine, EngineSpec, clean_environment, machine, wait_until
 from sharing_node import SharingNode
 
+from kvshm._shm.layout import SlotState
+
 TOOL = (sys.executable, "-m", "kvshm.tools.cli")
 
-MAX_STARTS = 36
+MAX_STARTS = 40
 """vLLM engines that the whole suite may start: each costs 20 seconds.  A script that makes several
 within its own process counts once, because seven of them cost 40 seconds."""
 
@@ -99,6 +101,14 @@ class SharedNode(SharingNode):
         finally:
             server.terminate()
             assert server.wait(PATIENCE_S) == 0, path.with_suffix(".log").read_text()
+
+    def shown_hashes(self, *engines: Engine) -> set[bytes]:
+        """Return the hashes of all blocks that the engines show to others."""
+        hashes: set[bytes] = set()
+        for engine in engines:
+            with closing(self.table(engine)) as table:
+                hashes |= {s.block_hash for s in table.slots() if s.state is SlotState.READY}
+        return hashes
 
     def stop_engines(self, *engines: Engine) -> None:
         """End engines that only one test needed; nothing happens to those that it has ended."""

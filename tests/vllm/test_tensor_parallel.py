@@ -16,6 +16,7 @@ from sharing_node import BLOCK_SIZE, observe
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
+from .test_keeper import Keeper
 from .test_weight_writes import ARGUMENTS, ENVIRONMENT, assert_computed, share_again, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -76,6 +77,27 @@ def test_every_rank_imports_and_the_answer_is_that_of_a_local_hit(wide: Pair) ->
         assert seen.discarded == seen.mismatched == 0
         assert seen.loads_started == seen.loads_done == len(sent)
         assert seen.tokens.imported == seen.loaded["imported_tokens"] == blocks * BLOCK_SIZE
+
+
+def test_a_keeper_has_the_parts_of_all_ranks(wide: Pair) -> None:
+    """After both engines have reset their caches nobody else has the prompts."""
+    node, a, b = wide
+    sent = list(prompts(2, seed=440))
+    keeper = Keeper(node)
+    hits = {}
+    for prompt in sent:
+        a.complete(prompt)
+        hits[prompt] = a.complete(prompt)
+    keeper.wait_for(len(node.shown_hashes(a, b)))
+    node.reset(a)
+    node.reset(b)
+    for engine, prompt in zip((a, b), sent, strict=True):
+        with observe(node, engine) as seen:
+            imported = engine.complete(prompt)
+        assert seen.tokens.imported == shareable(prompt) * BLOCK_SIZE
+        assert (seen.verified, seen.mismatched) == (shareable(prompt) * RANKS, 0)
+        assert imported == hits[prompt] == engine.complete(prompt)
+    assert keeper.end() == 0
 
 
 @pytest.mark.parametrize("way", ["write_weights", "write_unseen"])

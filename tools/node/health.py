@@ -281,7 +281,7 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[Reason]:
     """Why it shares with none of the engines of its model that are here."""
     others = [e for e in space.whole.engines if e.epoch != engine.epoch and not any(_why_dead(e))]
     alike = {e.name for e in others if e.model == engine.model}
-    if not alike or any(e.fingerprint == engine.fingerprint for e in others):
+    if engine.keeps or not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
     for _, text in engine.differences(*alike):
         yield Reason(Code.ALONE, f"shares with no engine here: {text}")
@@ -294,7 +294,7 @@ def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterato
     if held > limits.load:
         yield Reason(Code.LONG_LOAD, f"a load holds its leases for {held:.0f} s")
     why = engine.last_error(ErrorCode.NO_LEASE_BIT)
-    if why and engine.joined and engine.lease_bit is None:
+    if why and engine.joined and engine.lease_bit is None and not engine.keeps:
         yield Reason(Code.NO_LEASE_BIT, why)
     if mismatched := engine.counters["mismatched"]:
         why = f"{mismatched} copied blocks differed from what was published"

@@ -73,6 +73,8 @@ class EngineHeader:
     created_ns: int
     """CLOCK_REALTIME."""
     counters: Mapping[str, int]
+    keeps: bool = False
+    """Whether it is a keeper, which computes nothing."""
 
 
 def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
@@ -93,6 +95,7 @@ def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
         lease_bit=table.lease_bit if table.lease_bit >= 0 else None,
         created_ns=table.created_ns,
         counters=table.counters.snapshot(),
+        keeps=table.keeps,
     )
 
 

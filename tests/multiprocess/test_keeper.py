@@ -1,0 +1,388 @@
+"""``kvshm keeper`` as a process beside engines without a model: what it keeps, lets go, survives.
+
+A block takes a page of its memory, which so is a number of blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm import Config, Group, LoadState, Reader, Region
+
+from .joined import TOKENS, Toy, Toys, ended, served
+from .processes import PATIENCE_SECONDS, Managed, Node, wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+PAGE = os.sysconf("SC_PAGESIZE")
+WIDE = [Region(i * 64, 1 << 13, 1, 1) for i in range(65)]
+"""Of one block, whose regions take a cache line each, and more than a page together."""
+
+
+@pytest.fixture
+def place() -> Iterator[Node]:
+    """A node of its own: a keeper keeps blocks of all engines there."""
+    with served() as node:
+        yield node
+
+
+class Keeper:
+    def __init__(self, place: Node, blocks: int = 1000, *options: str) -> None:
+        where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
+        command = ("-P", "-m", "kvshm.tools.cli", "keeper", "--memory", str(blocks * PAGE))
+        self.place = place
+        self.process: Managed = place.processes.python("keeper", *command, *where, *options)
+        self.process.wait_out(lambda line: "bytes for blocks" in line)
+
+    def has(self, keys: list[bytes], group: int = 0) -> list[bool]:
+        """For each key: whether this keeper has published its block."""
+        there = set()
+        with Reader(self._config) as reader:
+            for view in reader.engines():
+                if view.pid == self.process.pid:
+                    there |= {(b.key, b.group) for b in reader.list(view.epoch)}
+        return [(key, group) in there for key in keys]
+
+    def metric(self, name: str) -> float:
+        """Of all its fingerprints together."""
+        command = [sys.executable, "-m", "kvshm.tools.cli", "metrics"]
+        where = ("--run-dir", str(self.place.run_dir), "--namespace", self.place.namespace)
+        text = subprocess.run([*command, *where], check=True, capture_output=True, text=True).stdout
+        own = f'engine="keeper-{self.process.pid}'
+        lines = [s for s in text.splitlines() if s.startswith(f"kvshm_{name}{{") and own in s]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    @property
+    def _config(self) -> Config:
+        return Config(run_dir=str(self.place.run_dir), namespace=self.place.namespace)
+
+    def wait_for(self, keys: list[bytes], group: int = 0) -> None:
+        wait_until(lambda: all(self.has(keys, group)), "the keeper has them")
+
+
+def prompt(toy: Toy, salt: bytes, blocks: int = 6) -> list[bytes]:
+    return toy.prompt(blocks, salt)
+
+
+def owners(toy: Toy, keys: list[bytes]) -> set[str]:
+    return {owner.name for owner in toy.node.lookup(keys).owners}
+
+
+def imports(toy: Toy, keys: list[bytes]) -> None:
+    """It imports a whole prompt, from a keeper."""
+
+    def offered() -> bool:
+        found = toy.node.lookup(keys)
+        names = {owner.name.partition("-")[0] for owner in found.owners}
+        return names == {"keeper"} and found.length == len(keys)
+
+    wait_until(offered, "a keeper offers it")
+    load = ended(toy.node.load(toy.node.lookup(keys), range(20, 20 + len(keys))))
+    assert load.state is LoadState.DONE
+    assert toy.holds(range(20, 20 + len(keys)), keys) == [True] * len(keys)
+
+
+def test_it_keeps_what_engines_lose_and_what_they_had_when_all_are_gone(
+    place: Node, toys: Toys
+) -> None:
+    keeper = Keeper(place)
+    a = toys.join("a")
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of"))
+    first, second = prompt(a, b"1"), prompt(a, b"2")
+    a.compute(first, range(6))
+    keeper.wait_for(first)
+    a.node.retract(range(6))
+    a.compute(second, range(6))
+    keeper.wait_for(second)
+    imports(a, first)
+    a.node.close()
+    b = toys.join("b")
+    imports(b, first)
+    imports(toys.join("c"), second)
+    assert keeper.process.terminate() == 0
+
+
+def test_it_hears_of_what_was_there_before_it(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    keys = prompt(a, b"1")
+    a.compute(keys, range(6))
+    Keeper(place).wait_for(keys)
+
+
+def test_blocks_of_all_groups_are_kept(place: Node, toys: Toys) -> None:
+    groups = (Group(0, TOKENS), Group(1, TOKENS, window=2 * TOKENS))
+    keeper = Keeper(place)
+    a = toys.join("a", groups=groups)
+    keys = prompt(a, b"1")
+    a.compute(keys, range(6))
+    for block, index in ((10, 4), (11, 5)):
+        a.write(block, keys[index])
+        a.node.publish(keys[: index + 1], [block], index, group=1)
+    keeper.wait_for(keys)
+    keeper.wait_for(keys[4:], group=1)
+    a.node.close()
+    b = toys.join("b", groups=groups)
+    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    load = ended(b.node.load(found, range(20, 28)))
+    assert load.state is LoadState.DONE
+    assert b.holds(range(20, 28), [*keys, *keys[4:]]) == [True] * 8
+
+
+def test_when_it_is_full_only_what_was_used_twice_comes_and_what_was_not_used_goes(
+    place: Node, toys: Toys
+) -> None:
+    keeper = Keeper(place, 12)
+    a, b = toys.pair()
+    old, hot, once, twice = (prompt(a, salt) for salt in (b"old", b"hot", b"once", b"twice"))
+    for keys, first in ((old, 0), (hot, 6)):
+        a.compute(keys, range(first, first + 6))
+        keeper.wait_for(keys)
+    b.compute(hot, range(6))  # as an import publishes it
+    a.compute(once, range(12, 18))
+    a.compute(twice, range(18, 24))
+    b.compute(twice, range(6, 12))
+    keeper.wait_for(twice)
+    assert keeper.has(hot) == [True] * 6
+    assert not any(keeper.has(old) + keeper.has(once))
+
+
+def test_a_cold_prompt_loses_its_end_first(place: Node, toys: Toys) -> None:
+    keeper = Keeper(place, 8)
+    a, b = toys.pair()
+    cold, twice = prompt(a, b"cold", 8), prompt(a, b"twice", 3)
+    a.compute(cold, range(8))
+    keeper.wait_for(cold)
+    a.compute(twice, range(8, 11))
+    b.compute(twice, range(3))
+    keeper.wait_for(twice)
+    assert keeper.has(cold) == [True] * 5 + [False] * 3
+    assert keeper.metric("keeper") == 1
+    assert keeper.metric("published_blocks") == 8
+    assert keeper.metric("blocks_evicted_total") == 3
+    assert 0 < keeper.metric("evicted_age_seconds_total") < 3 * PATIENCE_SECONDS
+
+
+def test_engines_of_several_kinds_share_its_memory(place: Node, toys: Toys) -> None:
+    """The one whose engines have gone gives way first, with all it has."""
+    keeper = Keeper(place, 12, "--give-way-after", "0")
+    a, other = toys.join("a"), toys.join("other", kind="another")
+    ours, theirs = prompt(a, b"1"), prompt(other, b"2")
+    a.compute(ours, range(6))
+    other.compute(theirs, range(6))
+    keeper.wait_for(ours)
+    keeper.wait_for(theirs)
+    other.node.close()
+    more = prompt(a, b"3", 4)
+    a.compute(more, range(6, 10))
+    keeper.process.wait_out(lambda line: line.startswith("gave way: m,"))
+    again = prompt(a, b"4", 2)
+    a.compute(again, range(10, 12))
+    keeper.wait_for(again)
+    assert keeper.has(ours) == [True] * 6
+    assert not any(keeper.has(theirs))
+
+
+def test_memory_moves_to_engines_of_another_kind_block_by_block(place: Node, toys: Toys) -> None:
+    keeper = Keeper(place, 6)
+    a = toys.join("a")
+    ours = prompt(a, b"1")
+    a.compute(ours, range(6))
+    keeper.wait_for(ours)
+    b, c = toys.join("b", kind="another"), toys.join("c", kind="another")
+    theirs = prompt(b, b"2", 2)
+    for toy in (b, c):
+        toy.compute(theirs, range(2))
+    keeper.wait_for(theirs)
+    assert keeper.has(ours) == [True] * 4 + [False] * 2
+
+
+def test_a_second_keeper_keeps_what_the_first_has_no_room_for_and_takes_over(
+    place: Node, toys: Toys
+) -> None:
+    a = toys.join("a")
+    first = Keeper(place, 4)
+    first.process.wait_out(lambda line: line.startswith("keeping blocks of"))
+    keys = prompt(a, b"1", 4)
+    a.compute(keys, range(4))
+    first.wait_for(keys)
+    second = Keeper(place, 1000)
+    more = prompt(a, b"2", 4)
+    a.compute(more, range(4, 8))
+    second.wait_for(more)
+    assert not any(second.has(keys))
+    assert not any(first.has(more))
+    first.process.kill()
+    second.wait_for(keys)
+    a.node.close()
+    imports(toys.join("b"), more)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["it goes on", "it leaves"])
+def test_what_an_engine_withdraws_while_it_goes_on_is_not_kept(
+    place: Node, toys: Toys, leaves: bool
+) -> None:
+    """Its contents may be wrong: a reset of the engines has to be enough to be rid of them.  What
+    another engine has computed stays."""
+    a, b = toys.pair()
+    keeper = Keeper(place)
+    wrong, right = prompt(a, b"1"), prompt(a, b"2")
+    a.compute(wrong, range(6))
+    b.compute(right, range(6))
+    keeper.wait_for(wrong + right)
+    if leaves:
+        a.node.close()
+        wait_until(lambda: "a" not in names_of(place), "it is gone")
+        more = prompt(b, b"3")
+        b.compute(more, range(6, 12))  # the keeper has heard of the end before it hears of this
+        keeper.wait_for(more)
+        assert keeper.has(wrong) == [True] * 6
+    else:
+        a.node.reset()
+        wait_until(lambda: not any(keeper.has(wrong)), "it has dropped them")
+    assert keeper.has(right) == [True] * 6
+
+
+def names_of(place: Node) -> list[str]:
+    with Reader(Config(run_dir=str(place.run_dir), namespace=place.namespace)) as reader:
+        return [view.name for view in reader.engines()]
+
+
+def test_a_ninth_kind_waits_until_another_one_gives_way(place: Node, toys: Toys) -> None:
+    keeper = Keeper(place, 1000, "--give-way-after", "1000")
+    for number in range(8):
+        toy = toys.join(f"{number}", kind=f"{number}")
+        keys = prompt(toy, b"%d" % number)
+        toy.compute(keys, range(6))
+        keeper.wait_for(keys)
+        toy.node.close()
+    toys.join("8", kind="8")
+    keeper.process.wait_out(lambda line: line.startswith("keeping nothing of engine 8"))
+    assert keeper.metric("published_blocks") == 8 * 6
+
+
+def test_what_kills_it_costs_no_byte_and_leaves_nothing(place: Node, toys: Toys) -> None:
+    """An engine is copying from it; then another keeper starts with nothing."""
+    a = toys.join("a")
+    keys = prompt(a, b"1")
+    keeper = Keeper(place)
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    a.node.close()
+    b = toys.join("b")
+    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    with b.copies_held_up():
+        load = b.node.load(found, range(20, 26))
+        b.wait_until_copying()
+        keeper.process.kill()
+    assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
+    wait_until(lambda: not b.node.lookup(keys), "it is not asked any more")
+    again = Keeper(place)
+    b.compute(keys, range(6))
+    again.wait_for(keys)
+    assert again.process.terminate() == 0
+    b.node.close()
+    wait_until(lambda: not place.sockets(), "nothing is left")
+
+
+def test_a_stopped_keeper_holds_up_no_one_and_goes_on(place: Node, toys: Toys) -> None:
+    a, b = toys.pair()
+    keys, more = prompt(a, b"1"), prompt(a, b"2")
+    keeper = Keeper(place)
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    a.node.retract(range(6))
+    imports(b, keys)
+    keeper.process.signal(signal.SIGSTOP)
+    wait_until(lambda: keeper.process.is_stopped, "it is stopped")
+    a.compute(more, range(6))
+    if found := b.node.lookup(keys):  # its memory can be read until the coordinator suspects it
+        assert ended(b.node.load(found, range(10, 16))).state is LoadState.DONE
+        assert b.holds(range(10, 16), keys) == [True] * 6
+    a.node.retract([0])
+    assert a.node.stats()["forced"] == 0
+    keeper.process.signal(signal.SIGCONT)
+    keeper.wait_for(more[1:])
+    assert keeper.process.terminate() == 0
+
+
+def test_engines_never_wait_for_it(place: Node, toys: Toys) -> None:
+    """It takes no lease, however busy it is."""
+    a = toys.join("a")
+    keeper = Keeper(place, 1000)
+    rounds = [prompt(a, b"%d" % n) for n in range(40)]
+    for keys in rounds:
+        a.compute(keys, range(6))
+        wait_until(lambda keys=keys: any(keeper.has(keys)), "it begins to copy")
+        a.node.retract(range(6))
+    stats = a.node.stats()
+    assert (stats["drained"], stats["forced"]) == (0, 0)
+
+
+def test_a_coordinator_that_comes_again_finds_it(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    keys, more = prompt(a, b"1"), prompt(a, b"2")
+    keeper = Keeper(place)
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    (coordinator,) = [p for p in place.processes._all if p.name == "coordinator"]
+    coordinator.kill()
+    place.coordinator()
+    b = toys.join("b")
+    a.node.retract(range(6))
+    imports(b, keys)
+    a.compute(more, range(6))
+    keeper.wait_for(more)
+
+
+def test_status_and_readers_show_it_as_what_it_is(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    keys = prompt(a, b"1")
+    keeper = Keeper(place, 1000, "--name", "cellar")
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    found = kvshm(place, "status", "--json")
+    (space,) = json.loads(found.stdout)["namespaces"]
+    shown = {each["engine"]: each for each in space["engines"]}
+    assert (shown["cellar"]["keeps"], shown["a"]["keeps"]) == (True, False)
+    assert (shown["cellar"]["state"], shown["cellar"]["published"]) == ("healthy", 6)
+    rows = kvshm(place, "status").stdout.splitlines()
+    (line,) = [row.split() for row in rows if "cellar" in row]
+    assert "keeper" in line
+
+
+def test_what_it_cannot_keep_it_says_once(place: Node, toys: Toys) -> None:
+    """Blocks that are larger than all its memory; it goes on looking."""
+    keeper = Keeper(place, 1)
+    toys.join("wide", regions=WIDE, kind="wide")
+    keeper.process.wait_out(
+        lambda line: "nothing of engine wide: a block has 8192 bytes, all memory 4096" in line
+    )
+    toys.join("small")
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of 4096"))
+    assert len(keeper.process.out.matching(lambda line: "wide" in line)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--memory", "lots"), "is not a size like 8G"),
+        (("--memory", "100T"), "are available"),
+        ((), "the following arguments are required: --memory"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(place: Node, arguments: tuple[str, ...], why: str) -> None:
+    done = kvshm(place, "keeper", *arguments)
+    assert done.returncode == (1 if "100T" in arguments else 2)
+    assert why in done.stderr
+
+
+def kvshm(place: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
+    where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
+    command = [sys.executable, "-P", "-m", "kvshm.tools.cli", *arguments, *where]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)

@@ -1,0 +1,87 @@
+"""What the engines of one fingerprint have published, and how often, as far as heard.  Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from kvshm.api import BlockName, News
+
+MAX_REMEMBERED = 1 << 17
+"""Names of which the number of uses is known, also of blocks that no engine has any more."""
+
+
+class Use(NamedTuple):
+    """An engine has computed or imported a block, and published it."""
+
+    name: BlockName
+    depth: int
+    """Index in its prefix, in blocks."""
+
+
+class Catalogue:
+    """Blocks by name, and the engines that have them."""
+
+    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._max_remembered = max_remembered
+        self._found: dict[int, dict[int, tuple[int, BlockName]]] = {}
+        """By the engine's epoch and the block's id: its generation and name."""
+        self._holders: dict[BlockName, list[int]] = {}
+        """An engine stands there once for each of its copies."""
+        self._uses = OrderedDict[BlockName, int]()
+
+    def hear(self, news: News, keepers: Collection[int]) -> Iterator[Use]:
+        """Take note of news.  Yields each use: what a keeper publishes is none, nor is what is
+        heard twice."""
+        if not news.epoch:
+            for epoch in list(self._found):
+                self._forget(epoch)
+        elif news.gone:
+            self._forget(news.epoch)
+        blocks = self._found.setdefault(news.epoch, {}) if news.changes else {}
+        for block, generation, name, depth in news.changes:
+            known = blocks.get(block)
+            if known is not None and (known[0] > generation or known == (generation, name)):
+                continue
+            if known is not None:
+                del blocks[block]
+                self._drop(known[1], news.epoch)
+            if name is not None:
+                blocks[block] = generation, name
+                self._holders.setdefault(name, []).append(news.epoch)
+                if news.epoch not in keepers:
+                    self._count(name)
+                    yield Use(name, depth)
+
+    def holders(self, name: BlockName) -> Collection[int]:
+        """Return the epochs of the engines that have a block."""
+        return self._holders.get(name, ())
+
+    def names(self) -> Collection[BlockName]:
+        """Return all blocks that engines have."""
+        return self._holders.keys()
+
+    def uses(self, name: BlockName) -> int:
+        """Return how often engines have published a block, as far as remembered."""
+        return self._uses.get(name, 0)
+
+    def __len__(self) -> int:
+        """How many different blocks the engines have."""
+        return len(self._holders)
+
+    def _count(self, name: BlockName) -> None:
+        self._uses[name] = self._uses.pop(name, 0) + 1
+        if len(self._uses) > self._max_remembered:
+            self._uses.popitem(last=False)
+
+    def _forget(self, epoch: int) -> None:
+        for _, name in self._found.pop(epoch, {}).values():
+            self._drop(name, epoch)
+
+    def _drop(self, name: BlockName, epoch: int) -> None:
+        """One of an engine's copies has gone."""
+        holders = self._holders[name]
+        holders.remove(epoch)
+        if not holders:
+            del self._holders[name]

@@ -1,0 +1,111 @@
+"""``kvshm keeper``: its command line, and the loop around it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import select
+import time
+from contextlib import closing, suppress
+
+from kvshm._base.rundir import open_run_directory
+from kvshm._shm.layout import ENGINE_NAME_BYTES
+from kvshm.config import Config, Share
+from kvshm.errors import ConfigError
+
+from ..options import add_place, number
+from ..output import clean
+from ..signals import ending_signals
+from .keeper import Keeper, Limits
+
+HELP = "keep what engines have computed, in memory of its own"
+NICE = 10
+"""Engines come first."""
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+)([KMGT]?)i?B?")
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: a whole number, with K, M, G or T for the powers of 1024."""
+    found = _SIZE.fullmatch(text.strip().upper().replace("IB", "B"))
+    if found is None or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8G or 512M")
+    return int(found[1]) << _UNITS[found[2]]
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text.encode()) <= ENGINE_NAME_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not printable, or has over {ENGINE_NAME_BYTES} bytes"
+        )
+    return text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Join as an engine that computes nothing: copy what the engines of a namespace publish "
+        "into memory of its own, and let them import it from there when they have lost it, also "
+        "after all of them were started again. As long as there is room everything is kept; then "
+        "what was used twice, in place of what was not used for longest. Engines never wait for "
+        "it, and it may be stopped or killed at any time. Host memory only: engines whose KV "
+        "cache is on a GPU are named and left out."
+    )
+    parser.epilog = (
+        "exit status: 0 ended by SIGTERM or SIGINT; 1 it cannot serve; 2 wrong command line or "
+        "setting"
+    )
+    add = parser.add_argument
+    add("--memory", type=parse_size, required=True, metavar="SIZE", help="for blocks, as 8G")
+    add(
+        "--rate",
+        type=parse_size,
+        default=256 << 20,
+        metavar="SIZE",
+        help="how much to copy in a second at most; a block counts as 512K at least (256M)",
+    )
+    add(
+        "--give-way-after",
+        type=number(float, lambda s: s >= 0, "of at least 0 seconds"),
+        default=600.0,
+        metavar="S",
+        help="if memory is short, drop blocks that engines of another kind need, once no engine "
+        "could use them for this long (600)",
+    )
+    add("--name", type=_name, help="for people (default: keeper-PID)")
+    add_place(parser)
+
+
+def run(asked: argparse.Namespace) -> int:
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    config = Config.from_env(os.environ, options)
+    decision = config.decide_role()
+    refused: object = decision.no_exports or decision.no_imports
+    if config.share is Share.SALTED_ONLY:
+        refused = "KVSHM_SHARE=salted-only"
+    if refused:
+        raise ConfigError(f"{refused} rules out what a keeper does; unset it")
+    open_run_directory(config.run_dir, os.environ)
+    limits = Limits(asked.memory, asked.rate, asked.give_way_after)
+    with suppress(OSError):
+        os.nice(NICE)
+    return keep(config, limits, asked.name or f"keeper-{os.getpid()}")
+
+
+def keep(config: Config, limits: Limits, name: str) -> int:
+    """Keep blocks until SIGTERM or SIGINT; return the exit status.  Raises KvshmError."""
+    with (
+        ending_signals() as ended,
+        closing(Keeper(config, limits, name, time.monotonic(), _say)) as keeper,
+    ):
+        _say(f"{name} has {limits.memory} bytes for blocks of namespace {config.namespace}")
+        signals = select.poll()
+        signals.register(ended, select.POLLIN)
+        pause = 0.0
+        while not signals.poll(1000 * pause):
+            pause = keeper.go_round(time.monotonic())
+    return 0
+
+
+def _say(text: str) -> None:
+    print(clean(text), flush=True)

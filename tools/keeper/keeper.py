@@ -1,0 +1,233 @@
+"""Keeps blocks of all fingerprints of a namespace, within one memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from kvshm.api import BlockName, Config, EngineView, KvshmError, allocate
+
+from .eviction import Eviction
+from .looks import Look, Looks
+from .pace import Pace
+from .room import Room
+from .shelf import Joining, Shelf
+
+BUSY_SECONDS, IDLE_SECONDS = 0.005, 0.05
+"""Between two rounds, while something is copied and while nothing is."""
+MOST_SHELVES = 8
+"""As many engines as one process may be."""
+MOST_SPARED = 16
+"""Candidates that are passed over because they are being read."""
+
+
+class KeptName(NamedTuple):
+    """A kept block, among those of all shelves."""
+
+    shelf: int
+    name: BlockName
+
+
+class Limits(NamedTuple):
+    """What the user allows."""
+
+    memory: int
+    """Bytes of blocks, of all fingerprints together."""
+    rate: int
+    """Bytes that are copied a second."""
+    absent_seconds: float
+    """For how long no engine of a fingerprint may be there before its blocks give way."""
+
+
+class Keeper:
+    """One thread, which calls ``go_round`` again and again."""
+
+    def __init__(
+        self, config: Config, limits: Limits, name: str, now: float, say: Callable[[str], None]
+    ) -> None:
+        """``say``: is told of shelves, and of engines of which nothing is kept.  Blocks while the
+        kernel clears the memory.  Raises ConfigError, and TransportError without memory."""
+        self._limits, self._say = limits, say
+        self._joining = Joining(config, name)
+        self._memory = allocate(limits.memory, config)
+        self._room = Room(limits.memory, mmap.PAGESIZE)
+        self._looks = Looks(config)
+        self._pace = Pace(limits.rate, now)
+        self._shelves: dict[str, Shelf] = {}
+        """By fingerprint."""
+        self._seen: dict[str, float] = {}
+        """When an engine of each fingerprint was last there."""
+        self._eviction = Eviction[KeptName]()
+        self._looked = now
+        """When it was last known which engines there are."""
+        self._number = 0
+        self._left_out: set[str] = set()
+
+    def go_round(self, now: float) -> float:
+        """Do what is due, without waiting for any engine; return after how many seconds to call it
+        again.  Only the end of a shelf may take a second."""
+        if (look := self._looks.latest()) is not None:
+            self._looked = now
+            self._take_in(look)
+        busy = False
+        for shelf in list(self._shelves.values()):
+            if shelf not in self._shelves.values():  # it has given way to the one before it
+                continue
+            for withdrawn in shelf.withdrawn():
+                self._drop(shelf, withdrawn, now)
+            if self._spare(shelf, now):
+                shelf.look_again(now)
+            for used in shelf.hear(now):
+                self._eviction.use(KeptName(shelf.number, used))
+            for stored in shelf.end(now):
+                name = KeptName(shelf.number, stored.name)
+                self._eviction.add(name, stored.at, stored.before)
+            busy |= self._copy(shelf, now)
+        return BUSY_SECONDS if busy or self._is_copying else IDLE_SECONDS
+
+    @property
+    def _is_copying(self) -> bool:
+        return any(shelf.is_copying for shelf in self._shelves.values())
+
+    # -- which engines there are
+
+    def _take_in(self, look: Look) -> None:
+        self._seen |= dict.fromkeys((view.fingerprint for view in look.engines), self._looked)
+        for view in look.engines:
+            if view.fingerprint not in self._shelves:
+                self._open(view, look)
+            elif refusal := self._shelves[view.fingerprint].node.refusal:
+                self._leave_out(view, refusal)
+
+    def _open(self, view: EngineView, look: Look) -> None:
+        if (layout := look.layouts.get(view.fingerprint)) is None:
+            self._leave_out(view, "it does not say how its blocks are made up")
+            return
+        too_many = len(self._shelves) >= MOST_SHELVES
+        if too_many and not self._close_absent(self._looked - self._limits.absent_seconds):
+            self._leave_out(view, f"blocks of {MOST_SHELVES} fingerprints are kept already")
+            return
+        self._number += 1
+        try:
+            shelf = Shelf(self._number, layout, self._memory, self._room, self._joining)
+        except (KvshmError, OSError) as exc:
+            self._leave_out(view, str(exc))
+            return
+        self._left_out.discard(view.fingerprint)
+        self._shelves[view.fingerprint] = shelf
+        kept = f"blocks of {shelf.layout.stride} bytes of {view.model or 'a model without a name'}"
+        self._say(f"keeping {kept}, fingerprint {view.fingerprint[:16]}")
+
+    def _leave_out(self, view: EngineView, why: str) -> None:
+        if view.fingerprint not in self._left_out:
+            self._left_out.add(view.fingerprint)
+            self._say(f"keeping nothing of engine {view.name}: {why}")
+
+    def _close_absent(self, since: float, but: Shelf | None = None) -> bool:
+        """Close the shelf whose engines have been away longest, since that time at least.  Returns
+        whether there was one."""
+        found = next((f for f in self._away(since) if self._shelves[f] is not but), "")
+        if not found:
+            return False
+        shelf = self._shelves.pop(found)
+        for name in shelf.names():
+            self._eviction.remove(KeptName(shelf.number, name))
+        shelf.close()
+        self._say(f"gave way: {shelf.layout.model}, fingerprint {found[:16]}")
+        return True
+
+    # -- copying
+
+    def _copy(self, shelf: Shelf, now: float) -> bool:
+        """Begin to copy blocks, if there are some and it is time.  Whether it did."""
+        most = self._pace.blocks(shelf.layout.stride, now)
+        if not most or not (names := shelf.wanted(most, self._spare(shelf, now), now)):
+            return False
+        blocks = self._places(shelf, len(names), now)
+        begun = shelf.begin(names, blocks)
+        self._pace.copied(begun, shelf.layout.stride)
+        return begun > 0
+
+    def _spare(self, shelf: Shelf, now: float) -> int:
+        """How many more blocks it may keep while none goes that an engine could use."""
+        away = [self._shelves[found] for found in self._away(now - self._limits.absent_seconds)]
+        others = [other.number for other in away if other is not shelf]
+        return self._room.spare(shelf.number, others)
+
+    def _away(self, since: float) -> list[str]:
+        """The fingerprints of which no engine has been here since then, the longest away first."""
+        since = min(since, self._looked)
+        return sorted(
+            (f for f in self._shelves if self._seen[f] < since), key=self._seen.__getitem__
+        )
+
+    def _places(self, shelf: Shelf, wanted: int, now: float) -> Sequence[int]:
+        """Return at most ``wanted`` blocks to copy into; others go for them if they must."""
+        places = list[int]()
+        while len(places) < wanted:
+            if (place := shelf.take()) is not None:
+                places.append(place)
+            elif not self._make_room(shelf, now):
+                break
+        return places
+
+    def _make_room(self, shelf: Shelf, now: float) -> bool:
+        """Let a block go or, if it is another shelf's, all that are in its way; or all of a
+        fingerprint whose engines are away.  Whether one did."""
+        if self._close_absent(now - self._limits.absent_seconds, but=shelf):
+            return True
+        if (gone := self._candidate()) is None:
+            return False
+        holder = self._numbered()[gone.shelf]
+        if holder is shelf:
+            self._drop(holder, gone.name, now)
+            return True
+        slabs = self._room.window(shelf.number, holder.byte_of(gone.name))
+        if self._clear(shelf, slabs, now) and self._room.spare(shelf.number):
+            return True
+        self._eviction.use(gone)  # another one, next time
+        return False
+
+    def _clear(self, shelf: Shelf, slabs: Sequence[int], now: float) -> bool:
+        """Let all go that other shelves keep in these slabs, and make them this shelf's to take;
+        not if one of the blocks is being filled."""
+        shelves, going = self._numbered(), list[KeptName]()
+        for number, blocks in self._room.in_the_way(shelf.number, slabs).items():
+            if (names := shelves[number].names_in(blocks)) is None:
+                return False
+            going += [KeptName(number, name) for name in names]
+        for number, name in going:
+            self._drop(shelves[number], name, now)
+        self._room.give_up(shelf.number, slabs)
+        return True
+
+    def _numbered(self) -> dict[int, Shelf]:
+        return {shelf.number: shelf for shelf in self._shelves.values()}
+
+    def _drop(self, shelf: Shelf, name: BlockName, now: float) -> None:
+        self._eviction.remove(KeptName(shelf.number, name))
+        shelf.drop(name, now)
+
+    def _candidate(self) -> KeptName | None:
+        """The block that goes next, if possible one that nobody is reading."""
+        by_number = self._numbered()
+        for _ in range(MOST_SPARED):
+            found = self._eviction.candidate()
+            if found is None or not by_number[found.shelf].is_read(found.name):
+                break
+            self._eviction.use(found)
+        return found
+
+    # -- the end
+
+    def close(self) -> None:
+        """Leave the node.  Blocks for some seconds at most."""
+        self._looks.close()
+        nodes = [shelf.node for shelf in self._shelves.values()]
+        self._shelves.clear()
+        with ThreadPoolExecutor(MOST_SHELVES) as at_once:
+            for done in [at_once.submit(node.close) for node in nodes]:
+                done.result()
+        self._memory.close()

@@ -1,0 +1,248 @@
+"""The kept blocks of one fingerprint: a joined engine, its memory, and what it hears."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kvshm.api import (
+    BlockName,
+    Config,
+    EngineLayout,
+    FoundBlocks,
+    LoadOfBlocks,
+    LoadState,
+    TransportError,
+    join_like,
+)
+
+from .admission import TURN_SECONDS, Known, Waiting
+from .catalogue import Catalogue
+from .eviction import Place
+from .room import Room
+
+SETTLE_SECONDS = 1.0
+"""After a shelf has joined nothing is copied for so long: it gets to know what other keepers
+have."""
+AGAIN_SECONDS = 5.0
+"""Between two looks at what was let go."""
+MOST_AT_ONCE = 64
+"""Blocks of one load."""
+MAX_BLOCKS = 1 << 20
+"""Of one shelf: slots, and what is known of blocks, take memory too."""
+
+
+class Stored(NamedTuple):
+    """A block that has come to be kept."""
+
+    name: BlockName
+    at: Place
+    before: Place
+
+
+class Kept(NamedTuple):
+    """Where a block is kept."""
+
+    block: int
+    since: float
+    source: int
+    """The epoch of the engine that it was copied from."""
+
+
+class Joining(NamedTuple):
+    """How all shelves join."""
+
+    config: Config
+    name: str
+
+
+class Shelf:
+    """One fingerprint's part of a keeper.  One thread."""
+
+    def __init__(
+        self, number: int, layout: EngineLayout, memory: Any, room: Room, joining: Joining
+    ) -> None:
+        """``memory``: of all shelves, and ``room``: whose each part of it is.  Raises KvshmError,
+        and OSError."""
+        self.number = number
+        self.layout = layout
+        self.room = room
+        num_blocks = min(room.usable // layout.stride, MAX_BLOCKS)
+        if not num_blocks:
+            raise TransportError(f"a block has {layout.stride} bytes, all memory {room.usable}")
+        self.node = join_like(
+            layout,
+            memory=memory,
+            num_blocks=num_blocks,
+            config=joining.config,
+            name=joining.name,
+            wait=0,
+        )
+        room.open(number, layout.stride)
+        self._known = Catalogue()
+        self._waiting = Waiting()
+        self._kept: dict[BlockName, Kept] = {}
+        self._names: dict[int, BlockName] = {}
+        """The kept block in each place."""
+        self._sources = Counter[int]()
+        """How many kept blocks are copies of an engine's."""
+        self._tried: set[BlockName] = set()
+        """What could not be copied, and is tried once more."""
+        self._load: tuple[LoadOfBlocks, FoundBlocks] | None = None
+        self._joined_at: float | None = None
+        self._looked_again = 0.0
+        self._keepers: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    # -- what is heard
+
+    def hear(self, now: float) -> Iterator[BlockName]:
+        """Take note of what other engines have published.  Yields kept blocks that were of use."""
+        keepers = self.node.keepers()
+        self._waiting.let_go |= not keepers >= self._keepers  # what one had, nobody keeps now
+        self._keepers = keepers
+        if self._joined_at is None and self.node.joined:
+            self._joined_at = now
+        for news in self.node.news():
+            for use in self._known.hear(news, self._keepers):
+                if use.name in self._kept:
+                    yield use.name
+                else:
+                    self._waiting.add(use.name, now)
+
+    def look_again(self, now: float) -> None:
+        """There is room: what was let go for lack of it may be wanted now."""
+        due = now >= self._looked_again + AGAIN_SECONDS
+        if due and self._waiting.let_go and not self._waiting:
+            self._waiting.let_go, self._looked_again = False, now
+            for name in self._known.names():
+                if name not in self._kept:
+                    self._waiting.add(name, now)
+
+    def wanted(self, most: int, room: int, now: float) -> list[BlockName]:
+        """Return at most ``most`` blocks to copy now.  ``room``: for how many nothing has to go."""
+        settled = self._joined_at is not None and now >= self._joined_at + SETTLE_SECONDS
+        if self._load is not None or not self._waiting or not settled:
+            return []
+        turn = 1 + sum(epoch < self.epoch for epoch in self._keepers) if self._keepers else 0
+        before = now - TURN_SECONDS * turn
+        most = min(most, MOST_AT_ONCE)
+        return list(self._waiting.take(most, room, self._what_is_known, before))
+
+    def _what_is_known(self, name: BlockName) -> Known:
+        there = self._known.holders(name)
+        kept = name in self._kept or not self._keepers.isdisjoint(there)
+        return Known(self._known.uses(name), kept, there=bool(there))
+
+    @property
+    def epoch(self) -> int:
+        """Of the joined engine; 0 while it has none."""
+        return self.node.epoch
+
+    # -- copying
+
+    def begin(self, names: Sequence[BlockName], blocks: Sequence[int]) -> int:
+        """Begin to copy some of these blocks, those that are found, and leave the others' places.
+        Those without a place are let go, and those of engines that do not answer now.  Returns how
+        many.  No other load may be going on."""
+        found = self.node.lookup_blocks(names[: len(blocks)])
+        self._waiting.let_go |= len(found.contents) < len(names)
+        targets, rest = blocks[: len(found.contents)], blocks[len(found.contents) :]
+        for block in rest:
+            self.room.leave(self.number, block)
+        if targets:
+            self._load = self.node.load_blocks(found, targets), found
+        return len(targets)
+
+    def end(self, now: float) -> list[Stored]:
+        """Return what a load that has ended has brought, which engines can read now."""
+        if self._load is None or self._load[0].poll() is LoadState.PENDING:
+            return []
+        load, found = self._load
+        self._load, failed = None, frozenset(load.failed)
+        not_kept = self.node.withdrawn() | self._keepers  # only who is asked knows of a withdrawal
+        good, blocks = [], []
+        copied = zip(found.contents, load.targets, found.sources, strict=True)
+        for content, block, source in copied:
+            if block in failed or content.name in self._kept or source in not_kept:
+                self.room.leave(self.number, block)
+                self._try_again(content.name, now)
+            else:
+                self._tried.discard(content.name)
+                self._kept[content.name] = Kept(block, now, source)
+                self._names[block] = content.name
+                self._sources[source] += 1
+                good.append(content)
+                blocks.append(block)
+        self.node.publish_blocks(good, blocks)
+        return [
+            Stored(c.name, self._place(c.group, c.key[:8]), self._place(c.group, c.parent))
+            for c in good
+        ]
+
+    def _try_again(self, name: BlockName, now: float) -> None:
+        """The engine may not have been attached yet."""
+        if name in self._tried or not self._known.holders(name):
+            self._tried.discard(name)
+            self._waiting.let_go = True
+        else:
+            self._tried.add(name)
+            self._waiting.add(name, now)
+
+    def _place(self, group: int, tag: bytes) -> Place:
+        return Place(self.number, group, tag)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a load is going on."""
+        return self._load is not None
+
+    def names(self) -> list[BlockName]:
+        """Return all kept blocks."""
+        return list(self._kept)
+
+    # -- room
+
+    def take(self) -> int | None:
+        """Return a free block, or None."""
+        return self.room.take(self.number)
+
+    def drop(self, name: BlockName, now: float) -> None:
+        """Keep a block no more; its place is free."""
+        gone = self._kept.pop(name)
+        del self._names[gone.block]
+        self._sources[gone.source] -= 1
+        if not self._sources[gone.source]:
+            del self._sources[gone.source]
+        self.node.evict(gone.block, now - gone.since)
+        self.room.leave(self.number, gone.block)
+
+    def withdrawn(self) -> list[BlockName]:
+        """Return the kept blocks whose engines have withdrawn them: they may be wrong."""
+        sources = self.node.withdrawn() & self._sources.keys()
+        return (
+            [name for name, kept in self._kept.items() if kept.source in sources] if sources else []
+        )
+
+    def is_read(self, name: BlockName) -> bool:
+        """Whether an engine is copying a block, or holds it."""
+        return bool(self.node.kept([self._kept[name].block]))
+
+    def names_in(self, blocks: Sequence[int]) -> list[BlockName] | None:
+        """Return what is kept in these places; None if one of them is being filled."""
+        names = [self._names.get(block) for block in blocks]
+        return [each for each in names if each is not None] if None not in names else None
+
+    def byte_of(self, name: BlockName) -> int:
+        """Return where a kept block begins in the memory."""
+        return self._kept[name].block * self.layout.stride
+
+    # -- the end
+
+    def close(self) -> None:
+        """Leave, with all that is kept.  Blocks for some seconds at most."""
+        self.node.close()
+        self.room.close(self.number)
