@@ -236,9 +236,9 @@ def test_an_engine_that_has_ended_keeps_its_counters_and_no_gauges_of_its_memory
     ended = replace(HEALTHY, owner_died=True, peers=(PeerReading("b", Epoch(2), False, 0, 1, 1.0),))
     shown = {name for name, series in samples_of(node(ended), UNIX).items() if series}
     gone = {
-        "blocks", "published_blocks", "last_copy_blocks", "leases", "oldest_lease_seconds",
-        "last_progress_timestamp_seconds", "pending", "peer_state", "replica_lacking_blocks",
-        "replica_lag_seconds",
+        "blocks", "published_blocks", "keeper", "last_copy_blocks", "leases",
+        "oldest_lease_seconds", "last_progress_timestamp_seconds", "pending", "peer_state",
+        "replica_lacking_blocks", "replica_lag_seconds",
     }  # fmt: skip
     traffic = {name for name, m in METRICS.items() if m.kind is Kind.COUNTER and not m.shows}
     assert METRICS.keys() - shown == {f"kvshm_{name}" for name in gone} | traffic

@@ -144,6 +144,8 @@ EXPORTING = (
     _counter("duplicates_reused", c.DUPLICATES_REUSED),
     _counter("last_copies_reused", c.LAST_COPIES_REUSED),
     _counter("duplicates_lost", c.DUPLICATES_LOST),
+    _counter("blocks_evicted", c.EVICTED),
+    _counter("evicted_age_seconds", c.EVICTED_US),
     _counter("leases_swept", c.SWEPT),
     _histogram("drain_wait_seconds", c.DRAIN_WAIT),
     _histograms(
@@ -175,6 +177,7 @@ MEMORY = (
         "divided by this, is how often a block is stored.",
         "namespace",
     ),
+    _gauge("keeper", "1 for a keeper: an engine that computes nothing; else 0.", *ENGINE),
     _gauge("leases", "Blocks of the engine that other engines are reading now.", *ENGINE),
     _gauge(
         "oldest_lease_seconds",

@@ -150,6 +150,7 @@ def _add_state_of_memory(found: _Found, engine: EngineReading, now_ns: int) -> N
     for state, count in (("empty", empty), ("ready", blocks.ready), ("draining", blocks.draining)):
         found.add("blocks", (*labels, state), count)
     found.add("published_blocks", labels, blocks.ready)
+    found.add("keeper", labels, int(engine.keeps))
     found.add("last_copy_blocks", labels, blocks.last_copies)
     found.add("leases", labels, blocks.leased)
     if engine.clock_known:
