@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_store import lmcache_store
-from local_node import Engine, EngineSpec
+from local_node import Engine, EngineSpec, clean_environment
 from sharing_node import SharingNode
 
 KVSHM = {
@@ -41,6 +43,8 @@ class Kind:
     """How engines of a kind are started.  ``connectors``: in the order in which they are asked."""
 
     connectors: tuple[str, ...] = ()
+    keeps: bool = False
+    """Whether a keeper runs beside them."""
 
     @property
     def shares(self) -> bool:
@@ -55,6 +59,7 @@ class Kind:
 KINDS = {
     "plain": Kind(),
     "kvshm": Kind(("kvshm",)),
+    "kvshm+keeper": Kind(("kvshm",), keeps=True),
     "lmcache": Kind(("lmcache",)),
     "kvshm+lmcache": Kind(("kvshm", "lmcache")),
 }
@@ -75,7 +80,8 @@ def started(kind: Kind, setting: Setting) -> Iterator[list[Engine]]:
             engines = node.start_engines(*(_spec(setting, i, arguments) for i in _all(setting)))
             if kind.shares:
                 node.wait_joined(*engines)
-            yield engines
+            with _keeper(setting, node.environment) if kind.keeps else _nothing():
+                yield engines
 
 
 def _all(setting: Setting) -> range:
@@ -105,6 +111,22 @@ def _transfer(connectors: list[dict[str, Any]]) -> tuple[str, ...]:
         "kv_connector_extra_config": {"connectors": connectors},
     }
     return ("--kv-transfer-config", json.dumps(several if connectors[1:] else connectors[0]))
+
+
+@contextmanager
+def _keeper(setting: Setting, environment: Mapping[str, str]) -> Iterator[None]:
+    """Have a keeper until the end of the context."""
+    memory = str(round(setting.extra_gb * (1 << 30)))
+    command = [sys.executable, "-m", "kvshm.tools.cli", "keeper", "--memory", memory]
+    here = {**clean_environment(), **environment}
+    with subprocess.Popen(command, env=here, stdout=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.stdout is not None
+            if not keeper.stdout.readline():
+                raise SystemExit(f"kvshm keeper has ended with status {keeper.wait()}")
+            yield
+        finally:
+            keeper.terminate()
 
 
 Found = tuple[dict[str, dict[str, Any]], Mapping[str, str]]
