@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -14,6 +15,7 @@ from kvshm._shm.layout import RecordKind, unpack_records
 from kvshm._shm.statistics import EVICTED, EVICTED_US
 from kvshm.errors import KvshmError, MisuseError
 
+from .arguments import checked_seconds
 from .contents import BlockContent, BlockName
 from .load import Load
 from .membership import Membership
@@ -137,12 +139,16 @@ class BlockNode(Membership):
 
     def evict(self, block_id: int, seconds: float) -> None:
         """``retract`` an own block without waiting, because it gives way to another one; count it,
-        and the ``seconds`` for which it was kept."""
+        and the ``seconds`` for which it was kept.  Raises MisuseError as ``retract`` does, and for
+        less than 0 seconds."""
+        kept = checked_seconds("seconds", seconds)
+        if not 0 <= kept < math.inf:
+            raise MisuseError(f"seconds is {seconds!r}; give 0 or more")
         with self._lock:
             self.retract([block_id], wait=False)
             if (state := self._open) is not None:
                 state.table.counters.add(EVICTED)
-                state.table.counters.add(EVICTED_US, int(seconds * 1e6))
+                state.table.counters.add(EVICTED_US, int(kept * 1e6))
 
     async def retract_async(self, block_ids: Iterable[int]) -> None:
         """Like ``retract``, on a thread, so that the event loop goes on.  Other calls of this node

@@ -50,15 +50,14 @@ class EngineLayout(NamedTuple):
         return tuple(ranks)
 
 
-def layout_of(table: TableHeader, info: EngineInfo) -> EngineLayout:
-    """Return what an engine's table and its entry in the roster say."""
+def layout_of(table: TableHeader, info: EngineInfo) -> EngineLayout | None:
+    """Return what an engine's table and its entry in the roster say; None if that cannot be."""
+    parts = tuple(tuple(r.block_bytes for r in rank.memory.regions) for rank in info.ranks)
+    if not parts or any(min(part, default=0) <= 0 for part in parts):
+        return None
+    transport = info.ranks[0].memory.transport
     return EngineLayout(
-        info.fingerprint.hex(),
-        info.fields,
-        table.model,
-        table.block_size,
-        info.ranks[0].memory.transport if info.ranks else "",
-        tuple(tuple(r.block_bytes for r in rank.memory.regions) for rank in info.ranks),
+        table.fingerprint.hex(), info.fields, table.model, table.block_size, transport, parts
     )
 
 

@@ -113,7 +113,7 @@ class Reader:
             if table.epoch == epoch:
                 with suppress(KvshmError, OSError):
                     info = self._segments.info(table.epoch)
-                    if fingerprint(info.fields) == table.fingerprint and info.ranks:
+                    if fingerprint(info.fields) == table.fingerprint:
                         return layout_of(table, info)
         return None
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from kvshm._base.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 7
+LAYOUT_VERSION = 8
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0

@@ -263,7 +263,43 @@ def test_what_is_no_layout_of_such_memory_is_refused(like: Like) -> None:
     with pytest.raises(MisuseError, match="this one by posix_shm"):
         kvshm.join_like(like.layout._replace(transport="cuda_ipc"), num_blocks=1, **how)
     with pytest.raises(MisuseError, match="give what Reader"):
-        kvshm.join_like(like.node, num_blocks=1, **how)  # type: ignore[arg-type]
+        kvshm.join_like(like.node, num_blocks=1, **how)  # type: ignore[arg-type]  # a mistake
+
+
+def test_what_gives_way_is_counted_with_its_age(engine: Toy, like: Like) -> None:
+    keys = engine.prompt(1)
+    engine.compute(keys, [0])
+    wait_for(like, {*names(keys)})
+    found = like.node.lookup_blocks(names(keys))
+    assert found.sources == (engine.node.epoch,)
+    ended(like.node.load_blocks(found, [5]))
+    like.node.publish_blocks(found.contents, [5])
+    for seconds in (-1, float("inf"), float("nan"), "long"):
+        with pytest.raises(MisuseError, match="seconds is"):
+            like.node.evict(5, seconds)  # type: ignore[arg-type]  # a mistake
+    with pytest.raises(MisuseError):
+        like.node.evict(8, 1)
+    assert like.node.stats()["evicted"] == 0
+    like.node.evict(5, 1.5)
+    assert (like.node.stats()["evicted"], like.node.stats()["evicted_us"]) == (1, 1_500_000)
+    with Reader(like.config) as reader:
+        assert not list(reader.list(like.node.epoch))
+
+
+def test_what_an_engine_withdraws_is_known_and_what_it_leaves_is_not(
+    engine: Toy, like: Like, toys: Toys
+) -> None:
+    other = toys.join("b", groups=GROUPS)
+    before = engine.node.epoch
+    engine.node.reset()
+    wait_until(lambda: before in like.node.withdrawn(), "it is withdrawn")
+    left = other.node.epoch
+    other.compute(other.prompt(1), [0])
+    wait_for(like, {*names(other.prompt(1))})
+    other.node.close()
+    wait_for(like, set())
+    assert like.node.withdrawn() == {before}
+    assert left != before
 
 
 def test_a_dead_engine_is_heard_of(like: Like, engine: Toy) -> None:

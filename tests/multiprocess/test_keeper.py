@@ -245,6 +245,7 @@ def test_what_an_engine_withdraws_while_it_goes_on_is_not_kept(
     else:
         a.node.reset()
         wait_until(lambda: not any(keeper.has(wrong)), "it has dropped them")
+        assert keeper.metric("blocks_evicted_total") == 0, "nothing needed their place"
     assert keeper.has(right) == [True] * 6
 
 
@@ -368,11 +369,61 @@ def test_what_it_cannot_keep_it_says_once(place: Node, toys: Toys) -> None:
     assert len(keeper.process.out.matching(lambda line: "wide" in line)) == 1
 
 
+LIES = {
+    "no ranks": "encode(replace(info, ranks=[]))",
+    "no bytes": "encode(replace(info, ranks=[of_size(info.ranks[0], 0)]))",
+    "less than none": "encode(replace(info, ranks=[of_size(info.ranks[0], -4096)]))",
+    "more than there is": "encode(replace(info, ranks=[of_size(info.ranks[0], 1 << 62)]))",
+    "another's epoch": "encode(replace(info, epoch=info.epoch ^ 2))",
+    "other fields": "encode(replace(info, fields={'x': 'y'}))",
+    "no message": "bytes(7)",
+    "a huge one": "bytes(1 << 24)",
+}
+LIAR = """
+import sys, kvshm
+from msgspec.structs import replace
+from kvshm._node import segment_server
+encode = segment_server.encode_info
+def of_size(rank, size):
+    regions = [replace(region, block_bytes=size) for region in rank.memory.regions]
+    return replace(rank, memory=replace(rank.memory, regions=regions))
+segment_server.encode_info = lambda info: {lie}
+config = kvshm.Config(run_dir=sys.argv[1], namespace=sys.argv[2])
+node = kvshm.join(
+    kvshm.Identity(engine="e", model="m", weights="liar"), memory=kvshm.allocate(4096, config),
+    regions=[kvshm.Region(0, 4096, 4096, 1)], block_size=4, config=config, name="liar",
+)
+assert node.wait_joined(60)
+print("joined", flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_an_engine_that_describes_itself_wrongly_is_left_out(
+    place: Node, toys: Toys, lie: str
+) -> None:
+    """In a process of its own, which hands out a wrong entry of the roster."""
+    where = (str(place.run_dir), place.namespace)
+    liar = place.processes.python("liar", "-c", LIAR.format(lie=lie), *where)
+    liar.wait_out(lambda line: line == "joined")
+    keeper = Keeper(place)
+    keeper.process.wait_out(lambda line: line.startswith("keeping nothing of engine liar: "))
+    honest = toys.join("a")
+    keys = prompt(honest, b"1")
+    honest.compute(keys, range(6))
+    keeper.wait_for(keys)
+    assert keeper.process.terminate() == 0
+    assert not keeper.process.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (("--memory", "lots"), "is not a size like 8G"),
         (("--memory", "100T"), "are available"),
+        (("--memory", "1M", "--name", "x" * 65), "over 64 bytes"),
+        (("--memory", "1M", "--give-way-after", "-1"), "of at least 0 seconds"),
         ((), "the following arguments are required: --memory"),
     ],
 )

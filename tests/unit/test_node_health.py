@@ -119,6 +119,7 @@ def test_an_engine_without_a_lease_bit_is_degraded() -> None:
     assert found(lease_bit=None).state is State.HEALTHY, "it may be about to get one"
     assert found(lease_bit=None, errors=(judged,)).reasons == (text,)
     assert found(lease_bit=3, errors=(judged,)).state is State.HEALTHY
+    assert found(lease_bit=None, errors=(judged,), keeps=True).state is State.HEALTHY, "no need"
 
 
 @pytest.mark.parametrize(

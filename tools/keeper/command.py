@@ -9,10 +9,10 @@ import select
 import time
 from contextlib import closing, suppress
 
+from kvshm._api.arguments import checked_name
 from kvshm._base.rundir import open_run_directory
-from kvshm._shm.layout import ENGINE_NAME_BYTES
 from kvshm.config import Config, Share
-from kvshm.errors import ConfigError
+from kvshm.errors import ConfigError, MisuseError
 
 from ..options import add_place, number
 from ..output import clean
@@ -23,7 +23,7 @@ HELP = "keep what engines have computed, in memory of its own"
 NICE = 10
 """Engines come first."""
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_SIZE = re.compile(r"(\d+)([KMGT]?)i?B?")
+_SIZE = re.compile(r"(\d+)([KMGT]?)B?")
 
 
 def parse_size(text: str) -> int:
@@ -35,11 +35,10 @@ def parse_size(text: str) -> int:
 
 
 def _name(text: str) -> str:
-    if not text.isprintable() or not 0 < len(text.encode()) <= ENGINE_NAME_BYTES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not printable, or has over {ENGINE_NAME_BYTES} bytes"
-        )
-    return text
+    try:
+        return checked_name(text)
+    except MisuseError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

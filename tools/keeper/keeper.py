@@ -75,8 +75,8 @@ class Keeper:
         for shelf in list(self._shelves.values()):
             if shelf not in self._shelves.values():  # it has given way to the one before it
                 continue
-            for withdrawn in shelf.withdrawn():
-                self._drop(shelf, withdrawn, now)
+            for gone in shelf.take_back():
+                self._eviction.remove(KeptName(shelf.number, gone))
             if self._spare(shelf, now):
                 shelf.look_again(now)
             for used in shelf.hear(now):
@@ -182,7 +182,7 @@ class Keeper:
             return False
         holder = self._numbered()[gone.shelf]
         if holder is shelf:
-            self._drop(holder, gone.name, now)
+            self._evict(holder, gone.name, now)
             return True
         slabs = self._room.window(shelf.number, holder.byte_of(gone.name))
         if self._clear(shelf, slabs, now) and self._room.spare(shelf.number):
@@ -199,16 +199,16 @@ class Keeper:
                 return False
             going += [KeptName(number, name) for name in names]
         for number, name in going:
-            self._drop(shelves[number], name, now)
+            self._evict(shelves[number], name, now)
         self._room.give_up(shelf.number, slabs)
         return True
 
     def _numbered(self) -> dict[int, Shelf]:
         return {shelf.number: shelf for shelf in self._shelves.values()}
 
-    def _drop(self, shelf: Shelf, name: BlockName, now: float) -> None:
+    def _evict(self, shelf: Shelf, name: BlockName, now: float) -> None:
         self._eviction.remove(KeptName(shelf.number, name))
-        shelf.drop(name, now)
+        shelf.evict(name, now)
 
     def _candidate(self) -> KeptName | None:
         """The block that goes next, if possible one that nobody is reading."""

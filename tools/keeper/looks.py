@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvshm._base.resources import start_thread
 from kvshm.api import Config, EngineLayout, EngineView, Reader
 
 LOOK_SECONDS = 1.0
@@ -25,13 +26,14 @@ class Looks:
     """Looks again and again, until it is closed."""
 
     def __init__(self, config: Config) -> None:
+        """Raises TransportError if there can be no thread."""
         self._reader = Reader(config)
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._latest: Look | None = None
         self._layouts: dict[str, EngineLayout] = {}
         self._failed: Exception | None = None
-        threading.Thread(target=self._run, name="kvshm-looks", daemon=True).start()
+        start_thread(threading.Thread(target=self._run, name="kvshm-looks", daemon=True))
 
     def latest(self) -> Look | None:
         """Return the look that has ended since the last call, if one has.  Does not block.  Raises
@@ -53,7 +55,7 @@ class Looks:
                 with self._lock:
                     self._latest = look
                 self._ended.wait(LOOK_SECONDS)
-        except Exception as exc:  # any: raised by the next call
+        except Exception as exc:  # any, else the keeper would go on and hear of nobody: see latest
             with self._lock:
                 self._failed = exc
         finally:

@@ -210,22 +210,29 @@ class Shelf:
         """Return a free block, or None."""
         return self.room.take(self.number)
 
-    def drop(self, name: BlockName, now: float) -> None:
-        """Keep a block no more; its place is free."""
+    def evict(self, name: BlockName, now: float) -> None:
+        """Keep a block no more, because its place is needed; it is free."""
+        self.node.evict(self._kept[name].block, now - self._kept[name].since)
+        self._forget(name)
+
+    def take_back(self) -> list[BlockName]:
+        """Keep no more what its engine has withdrawn: it may be wrong.  Returns what that was."""
+        sources = self.node.withdrawn() & self._sources.keys()
+        if not sources:
+            return []
+        names = [name for name, kept in self._kept.items() if kept.source in sources]
+        self.node.retract([self._kept[name].block for name in names], wait=False)
+        for name in names:
+            self._forget(name)
+        return names
+
+    def _forget(self, name: BlockName) -> None:
         gone = self._kept.pop(name)
         del self._names[gone.block]
         self._sources[gone.source] -= 1
         if not self._sources[gone.source]:
             del self._sources[gone.source]
-        self.node.evict(gone.block, now - gone.since)
         self.room.leave(self.number, gone.block)
-
-    def withdrawn(self) -> list[BlockName]:
-        """Return the kept blocks whose engines have withdrawn them: they may be wrong."""
-        sources = self.node.withdrawn() & self._sources.keys()
-        return (
-            [name for name, kept in self._kept.items() if kept.source in sources] if sources else []
-        )
 
     def is_read(self, name: BlockName) -> bool:
         """Whether an engine is copying a block, or holds it."""
