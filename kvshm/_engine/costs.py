@@ -145,8 +145,10 @@ class Costs:
         return UNMEASURED_LATENCY + nbytes / UNMEASURED_BYTES_PER_SECOND
 
     def import_ratio(self, tokens: int, nbytes: int) -> float:
-        """What importing these tokens takes, divided by what computing them takes; 0 before a
-        prefill was measured."""
+        """What importing takes, divided by what computing the same takes: of a load of the mean
+        size, or else of these tokens in ``nbytes``.  0 before a prefill was measured."""
+        if mean := self._loads.mean:  # loads of one size do not show what a shorter one takes
+            tokens, nbytes = round(tokens * mean[0] / nbytes), round(mean[0])
         computing = self.compute_seconds(tokens)
         if computing is None:
             return 0.0

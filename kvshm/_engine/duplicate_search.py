@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 MOST_REMEMBERED = 1 << 16
 """Blocks that others need, as far as one round of walks remembers them."""
 IMPORT_TOKENS = 256
-"""By imports of this many tokens the costs of importing and computing are compared."""
+"""By imports of this many tokens the costs of importing and computing are compared, until some were
+measured: then by one of their mean size."""
 ENDING = KvshmError, ValueError
 """What a look raises if the client's thread closes the replica meanwhile, since the epoch ends, or
 if the replica is spoilt: then there are no duplicates."""
@@ -80,14 +81,17 @@ class DuplicateSearch:
                 )
         return Walked([], begin, 0, True)
 
-    def confirm(self, blocks: list[Any]) -> list[Any]:
+    def confirm(self, blocks: list[Any], *, anew: bool) -> list[Any]:
         """Return those of these pool blocks, which walks have found in this order, that are
-        duplicates at this moment.  Call ``count_lost`` once they are handed out."""
-        self._copies = b""
+        duplicates at this moment.  Call ``count_lost`` once they are handed out, together with
+        those of earlier calls back to the last one ``anew``."""
+        if anew:
+            self._copies = b""
         if (epoch := self._cache.epoch_state) is not None:
             with suppress(*ENDING):
                 now = epoch.table.now
-                found, self._copies = _native.still_duplicates(*self._known(epoch), blocks, now)
+                found, copies = _native.still_duplicates(*self._known(epoch), blocks, now)
+                self._copies += copies
                 return found
         return []
 

@@ -190,3 +190,14 @@ def test_now_and_then_a_refused_import_is_tried() -> None:
     costs = Costs()
     tried = [costs.try_anyway() for _ in range(2 * REFUSALS_PER_TRIAL)]
     assert [n for n, yes in enumerate(tried, 1) if yes] == [64, 128]
+
+
+def test_imports_of_one_size_are_compared_with_computing_as_much() -> None:
+    """They do not show what a shorter one takes."""
+    costs = Costs()
+    assert costs.import_ratio(256, MEGABYTE) == 0
+    for _ in range(20):
+        costs.add_step(1, 0.005)
+        costs.add_step(2048, 0.105)
+        costs.add_load(8 * MEGABYTE, 0.01)
+    assert costs.import_ratio(256, MEGABYTE) == pytest.approx(0.1, rel=0.01)

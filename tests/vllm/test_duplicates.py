@@ -254,6 +254,18 @@ def test_what_was_used_last_stays_by_what_an_import_costs(
     assert life.take(2) == [queue[place] for place in places]
 
 
+def test_in_place_of_a_duplicate_that_was_used_meanwhile_the_next_one_is_taken(
+    served: ServedNode,
+) -> None:
+    life, queue = filled(served)
+    life.join()
+    for place in (3, 5, 7, 9, 11):
+        life.copy(0, life.contents[queue[place]])
+    assert life.take(1) == [queue[3]]  # the walk has found the others, too
+    life.hit([queue[5]])
+    assert life.take(3) == [queue[place] for place in (7, 9, 11)]
+
+
 def test_blocks_without_contents_are_taken_before_duplicates(served: ServedNode) -> None:
     life, queue = filled(served)
     life.join()
@@ -309,8 +321,8 @@ def test_a_block_that_lost_its_hash_unnoticed_breaks_no_queue(served: ServedNode
     for block in (queue[0], queue[5]):
         life.copy(0, life.contents[block])
     life.pool.blocks[queue[0]].reset_hash()
-    assert life.take(2) == queue[:2]
-    assert life.queue() == queue[2:]
+    assert life.take(2) == [queue[0], queue[5]]  # blocks without contents come first
+    assert life.queue() == [*queue[1:5], *queue[6:]]
 
 
 def test_a_last_copy_that_nobody_used_again_keeps_nothing(served: ServedNode) -> None:
@@ -356,8 +368,8 @@ def test_what_was_used_meanwhile_is_not_the_one_that_has_rested_longest(served: 
         life.copy(0, life.contents[queue[place]])
     assert life.take(1) == [queue[5]]
     life.hit([queue[40]])
-    assert life.take(2) == [queue[41], queue[0]]
-    assert life.take(2) == [queue[40], queue[1]]
+    assert life.take(2) == [queue[41], queue[40]]  # but goes before last copies
+    assert life.take(2) == queue[:2]
 
 
 def test_last_copies_that_two_engines_drop_at_once_are_counted(served: ServedNode) -> None:

@@ -26,6 +26,8 @@ AHEAD = 64
 """Duplicates to find in one walk."""
 MOST_WALKED = 1024
 """Blocks to look at in one walk; the next one goes on there."""
+MOST_ROUNDS = 4
+"""How often others take the place of duplicates that are none any more, or were used since."""
 REST_SECONDS = 20e-6
 """After a walk that found fewer there is none for so long for each block that it looked at: a
 hundred times as long as it took."""
@@ -86,15 +88,24 @@ class Duplicates:
 
     def _choose(self, wanted: int) -> list[Any]:
         """Duplicates as of now, ``wanted`` of them at most."""
-        while len(self._found) < wanted and self._find_more():
-            pass
-        taken = [self._found.popleft() for _ in range(min(wanted, len(self._found)))]
-        # One that was used meanwhile is no longer the one that has rested longest, or is in use.
-        uses = self._search.uses
-        still = [block for block, used in taken if uses(block) == used and _is_cached(block)]
-        return self._search.confirm(still) if still else []
+        chosen, uses = list[Any](), self._search.uses
+        for _ in range(MOST_ROUNDS):
+            if not (missing := wanted - len(chosen)) or not self._have_found(missing, chosen):
+                break
+            taken = [self._found.popleft() for _ in range(min(missing, len(self._found)))]
+            # One that was used meanwhile is no longer the one that rested longest, or is in use.
+            still = [block for block, used in taken if uses(block) == used and _is_cached(block)]
+            if still:
+                chosen += self._search.confirm(still, anew=not chosen)
+        return chosen
 
-    def _find_more(self) -> bool:
+    def _have_found(self, wanted: int, chosen: list[Any]) -> bool:
+        """Walk on until so many duplicates are known besides the chosen ones; whether any is."""
+        while len(self._found) < wanted and self._find_more(chosen):
+            pass
+        return bool(self._found)
+
+    def _find_more(self, chosen: list[Any]) -> bool:
         """Walk on to more duplicates; whether another walk may find more."""
         if (now := self._clock()) < self._rests_until:
             return False
@@ -110,7 +121,7 @@ class Duplicates:
         self._passed += walked.blocks
         ended = walked.ended or walked.blocks >= left
         self._walked_to = None if ended else walked.last
-        known = {id(block) for block, _ in self._found}
+        known = {id(block) for block, _ in self._found} | set(map(id, chosen))
         new = [block for block in walked.found if id(block) not in known]
         self._found += [(block, self._search.uses(block)) for block in new]
         may_find_more = len(new) == AHEAD or (ended and not anew)
