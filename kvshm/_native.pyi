@@ -25,7 +25,7 @@ _Run = TypeVar("_Run", bound=tuple[Any, ...])
 """Chain, index of the first block, packed pairs of block and version; then, if given, how many
 hashes the chain has for each block (otherwise 1), and whatever the caller adds."""
 
-FoundDuplicates: TypeAlias = tuple[list[Any], Any, int, bool]
+FoundDuplicates: TypeAlias = tuple[list[Any], Any, int, bool, float]
 Known: TypeAlias = tuple[Buffer, Buffer, Mapping[int, Buffer], Buffer, Buffer, int]
 KeptRuns: TypeAlias = tuple[list[tuple[Any, Any]], int, int]
 
@@ -53,7 +53,7 @@ def marks_retract(
 def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
     """See ``Marks.sound``."""
 
-def marks_touch(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
+def marks_touch(marks: Buffer, table: Sequence[Any], stop: int, tick: int, /) -> int:
     """See ``Marks.touch``."""
 
 def marks_write(
@@ -100,13 +100,17 @@ def find_duplicates(
     wanted: int,
     most: int,
     now: int,
+    ages: tuple[int, int, float, float],
     /,
 ) -> FoundDuplicates:
     """Walk such a queue from behind ``begin`` until ``wanted`` duplicates were found that no block
-    needs which stays, or ``most`` blocks were walked, or the queue has ended.  Returns the
-    duplicates, the last block walked, how many were, and whether it is the queue's last.
-    ``needed``: room that walks share, of 8 bytes for each of a power of two of hashes, 0 at first;
-    a walk uses what others of its ``turn`` have put there."""
+    needs which stays, or ``most`` blocks were walked, or the queue has ended, or a duplicate was
+    used too lately to go: less than ``ratio`` times as long ago as the first last copy that was
+    walked.  Returns the duplicates, the last block walked, how many were, whether all behind it
+    stay or there is none, and for how many seconds that last copy has rested.  ``ages``: the
+    present tick of the marks, the table's age in milliseconds, ``ratio``, and those seconds of the
+    walk before (0: none was met).  ``needed``: room that walks share, of 8 bytes for each of a
+    power of two of hashes, 0 at first; a walk uses what others of its ``turn`` have put there."""
 
 def still_duplicates(
     table: Buffer,

@@ -146,13 +146,16 @@ class Costs:
 
     def import_ratio(self, tokens: int, nbytes: int) -> float:
         """What importing takes, divided by what computing the same takes: of a load of the mean
-        size, or else of these tokens in ``nbytes``.  0 before a prefill was measured."""
+        size, or else of these tokens in ``nbytes``.  Besides its copy an import costs about a short
+        step: it is looked up, handed to ranks, and published.  0 before a prefill was measured."""
         if mean := self._loads.mean:  # loads of one size do not show what a shorter one takes
             tokens, nbytes = round(tokens * mean[0] / nbytes), round(mean[0])
         computing = self.compute_seconds(tokens)
         if computing is None:
             return 0.0
-        return self.load_seconds(nbytes) / computing if computing else math.inf
+        line = self._steps.fit()
+        importing = self.load_seconds(nbytes) + (line[0] if line else 0.0)
+        return importing / computing if computing else math.inf
 
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
         """Whether to import rather than compute these tokens, at times False as a trial.

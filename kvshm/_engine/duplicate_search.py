@@ -42,7 +42,7 @@ class Walked(NamedTuple):
     blocks: int
     """How many were."""
     ended: bool
-    """Whether the last one is the queue's last."""
+    """Whether the last one is the queue's last, or all behind it stay."""
 
 
 class DuplicateSearch:
@@ -56,6 +56,8 @@ class DuplicateSearch:
         self._needed = bytearray(8 << min(num_blocks, MOST_REMEMBERED).bit_length())
         self._round = 0
         """How many rounds have begun."""
+        self._oldest = 0.0
+        """Seconds for which the first last copy of this round has rested; 0: none was met."""
         self._copies = b""
         """A copy of each duplicate that was confirmed last."""
 
@@ -64,21 +66,25 @@ class DuplicateSearch:
         epoch = self._cache.epoch_state
         return epoch is not None and epoch.peers.offer_blocks() and not self._cache.role.no_imports
 
-    def uses(self, block: Any) -> int:
-        """How many requests have begun with a pool block."""
-        return self._marks.uses(block.block_id)
+    def used_at(self, block: Any) -> int:
+        """The tick at which a request last began with a pool block (``Marks``)."""
+        return self._marks.used_at(block.block_id)
 
-    def walk(self, begin: Any, wanted: int, most: int, *, anew: bool) -> Walked:
+    def walk(self, begin: Any, wanted: int, most: int, *, anew: bool, ratio: float) -> Walked:
         """Walk a queue from behind ``begin`` until ``wanted`` duplicates were found, or ``most``
-        blocks were walked.  ``anew``: a round begins, at the queue's head."""
-        self._round += anew
+        blocks were walked, or to duplicates that were used so lately that they are to stay.
+        ``anew``: a round begins, at the queue's head.  ``ratio``: ``import_ratio``."""
+        if anew:
+            self._round, self._oldest = self._round + 1, 0.0
         epoch = self._cache.epoch_state
         if epoch is not None:
             with suppress(*ENDING):
-                now = epoch.table.now
-                return Walked(
-                    *_native.find_duplicates(*self._known(epoch), begin, wanted, most, now)
+                table, known = epoch.table, self._known(epoch)
+                ages = self._marks.tick(), table.age_ms, ratio, self._oldest
+                *walked, self._oldest = _native.find_duplicates(
+                    *known, begin, wanted, most, table.now, ages
                 )
+                return Walked(*walked)
         return Walked([], begin, 0, True)
 
     def confirm(self, blocks: list[Any], *, anew: bool) -> list[Any]:

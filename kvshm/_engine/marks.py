@@ -7,6 +7,7 @@ block that has changed since drops out of the run by itself (kvshm/native/py_mar
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -33,7 +34,9 @@ class Run(NamedTuple):
 
 SOUND = 1
 """Flag.  The other flag, 2, is the native module's: the block is published.  The bits behind them
-count uses."""
+say when a request last began with it, in ticks; 0: none has since it was written."""
+TICKS_PER_SECOND = 64
+_TICKS = (1 << 30) - 1
 _USED_SHIFT = 2
 _PAIR = struct.Struct("<II")
 
@@ -43,9 +46,15 @@ class Marks:
     object for a block, with ``block_id``, ``block_hash`` and ``ref_cnt``.  Methods raise
     IndexError for unknown blocks."""
 
-    def __init__(self, num_blocks: int, null_block: BlockId | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        null_block: BlockId | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``null_block``: stands in block tables for all blocks that are needed no more.  It is
         always sound, because it is never read."""
+        self._clock, self._created = clock, clock()
         self._always_sound = [] if null_block is None else [null_block]
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
@@ -53,9 +62,6 @@ class Marks:
         self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
         """``(table, count)``: number of sound pool blocks before the first that is not sound,
         among the first ``count``."""
-        self.touch: Callable[[Sequence[Any], int], int] = partial(_native.marks_touch, self.packed)
-        """Like ``sound``, for a request that begins with these blocks: those that are counted have
-        one use more."""
         self.write: Callable[[Sequence[Any], int, int, int], tuple[bytes, list[BlockId]]] = partial(
             _native.marks_write, self.packed
         )
@@ -82,8 +88,17 @@ class Marks:
         for block in blocks:
             self._words[2 * block + 1] |= SOUND
 
-    def uses(self, block: BlockId) -> int:
-        """How many requests have begun with a block's present contents."""
+    def touch(self, table: Sequence[Any], count: int) -> int:
+        """Like ``sound``, for a request that begins with these blocks: those that are counted are
+        used now."""
+        return _native.marks_touch(self.packed, table, count, self.tick())
+
+    def tick(self) -> int:
+        """The time, as marks have it: never 0, and from 0 on again after half a year."""
+        return int((self._clock() - self._created) * TICKS_PER_SECOND) + 1 & _TICKS or 1
+
+    def used_at(self, block: BlockId) -> int:
+        """The tick at which a request last began with a block's present contents; 0: none has."""
         return self._words[2 * block + 1] >> _USED_SHIFT
 
     def with_versions(self, blocks: Iterable[BlockId]) -> bytes:

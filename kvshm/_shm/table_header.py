@@ -147,6 +147,11 @@ class TableHeader:
         return self._age_ns() // 1_000_000_000
 
     @property
+    def age_ms(self) -> int:
+        """Milliseconds since the table was created, as slots have them: they end after 49 days."""
+        return min(self._age_ns() // 1_000_000, WRAP_SECONDS - 1)
+
+    @property
     def now(self) -> int:
         """Whole seconds since the table was created, in which holds are counted."""
         return (self._clock() - self.created_ns) // 1_000_000_000 % WRAP_SECONDS

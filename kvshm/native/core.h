@@ -78,6 +78,7 @@ typedef struct {
     kvshm_record copy; /* hash, depth and group of the block; block id and generation of the copy */
     uint64_t parent;   /* first bytes of the hash before it in its chain; 0: none */
     uint32_t row;      /* of the copy's engine in the replica */
+    uint32_t published_ms; /* since the table was created */
     enum { KVSHM_UNPUBLISHED, KVSHM_LAST_COPY, KVSHM_DUPLICATE } kind;
 } kvshm_free_block;
 

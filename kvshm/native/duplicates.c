@@ -20,6 +20,7 @@ static void read_slot(const uint8_t *slot, uint32_t now, kvshm_free_block *block
         return;
     read_fields(slot, &block->copy); /* only this process changes them */
     block->parent = get(slot + KVSHM_SLOT_PARENT_OFFSET);
+    block->published_ms = get_half(slot + KVSHM_SLOT_PUBLISHED_OFFSET);
     bool kept = word & LEASES || hold_counts(get_half(slot + KVSHM_SLOT_HELD_OFFSET), now);
     block->kind = kept ? KVSHM_LAST_COPY : KVSHM_DUPLICATE; /* until no copy is found */
 }

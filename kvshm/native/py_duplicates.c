@@ -92,6 +92,12 @@ static uint64_t first_bytes(const kvshm_record *record)
     return bytes;
 }
 
+/* When a request last began with a block, in ticks; 0 for never. */
+static uint32_t used_at(const marks_view *marks, uint32_t id)
+{
+    return id < marks->count ? marks->of[id].flags >> USED_SHIFT : 0;
+}
+
 /* Whether a duplicate may go.  Remembers what has to stay because of a block that stays. */
 static bool may_go(const hash_set *needed, const marks_view *marks, uint32_t id,
                    const kvshm_free_block *block)
@@ -102,7 +108,7 @@ static bool may_go(const hash_set *needed, const marks_view *marks, uint32_t id,
     bool is_needed = *place_in(needed, own) == own;
     if (block->kind == KVSHM_DUPLICATE && !is_needed)
         return true;
-    if (block->parent && (is_needed || (id < marks->count && marks->of[id].flags >= USED))) {
+    if (block->parent && (is_needed || used_at(marks, id))) {
         uint64_t parent = block->parent ^ needed->round;
         *place_in(needed, parent) = parent;
     }
@@ -138,7 +144,26 @@ typedef struct {
     PyObject *at, *found; /* references are held */
     Py_ssize_t wanted, most, walked;
     bool ended;
+    unsigned int tick, age_ms; /* the time, as marks and slots have it */
+    double ratio;              /* what importing a block costs, divided by computing it */
+    double oldest;             /* seconds for which the first last copy has rested; 0: none was met */
 } progress;
+
+/* Seconds since a block was used last. */
+static double age_of(const progress *p, const marks_view *marks, uint32_t id,
+                     const kvshm_free_block *block)
+{
+    uint32_t used = used_at(marks, id);
+    return used ? (double)((p->tick - used) & TICKS) / TICKS_PER_SECOND
+                : (double)(uint32_t)(p->age_ms - block->published_ms) / 1e3;
+}
+
+/* Whether a duplicate costs no less to drop than the last copy that has rested longest: what is used
+ * so much more often, as its age says, is imported again as much sooner.  All behind it are younger. */
+static bool is_too_young(const progress *p, double age)
+{
+    return age < p->ratio * p->oldest;
+}
 
 /* Walk AT_ONCE blocks at most; false with an exception. */
 static bool walk_some(const view *v, const marks_view *marks, const hash_set *needed, progress *p)
@@ -149,8 +174,14 @@ static bool walk_some(const view *v, const marks_view *marks, const hash_set *ne
     Py_ssize_t left = p->most - p->walked, most = left < AT_ONCE ? left : AT_ONCE;
     Py_ssize_t count = read_ahead(v, p->at, ahead, ids, (size_t)most), used = 0;
     bool good = count >= 0 && look_at(v, ids, (size_t)(count < 0 ? 0 : count), looked);
-    for (; good && used < count && PyList_Size(p->found) < p->wanted; used++) {
-        if (may_go(needed, marks, ids[used], &looked[used]))
+    bool too_young = false;
+    for (; good && !too_young && used < count && PyList_Size(p->found) < p->wanted; used++) {
+        double age = age_of(p, marks, ids[used], &looked[used]);
+        if (looked[used].kind == KVSHM_LAST_COPY && !(p->oldest > 0))
+            p->oldest = age;
+        if (!may_go(needed, marks, ids[used], &looked[used]))
+            continue;
+        if (!(too_young = is_too_young(p, age)))
             good = PyList_Append(p->found, ahead[used]) == 0;
     }
     if (good && used) {
@@ -158,7 +189,7 @@ static bool walk_some(const view *v, const marks_view *marks, const hash_set *ne
         p->at = Py_NewRef(ahead[used - 1]);
     }
     p->walked += used;
-    p->ended = good && used == count && count < most;
+    p->ended = good && (too_young || (used == count && count < most));
     for (Py_ssize_t i = 0; i < count; i++)
         Py_DECREF(ahead[i]);
     return good;
@@ -185,8 +216,9 @@ static PyObject *native_find_duplicates(PyObject *module, PyObject *args)
     progress p = {0};
     unsigned long long round;
     view v = {module, &table, &index, tables.of, &kvshm_state_of(module)->blocks, 0};
-    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KOnnI:find_duplicates", &table, &index, to_tables,
-                          &tables, kvshm_to_marks, &marks, &room, &round, &p.at, &p.wanted, &p.most, &v.now))
+    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KOnnI(IIdd):find_duplicates", &table, &index, to_tables,
+                          &tables, kvshm_to_marks, &marks, &room, &round, &p.at, &p.wanted, &p.most,
+                          &v.now, &p.tick, &p.age_ms, &p.ratio, &p.oldest))
         return NULL;
     hash_set needed;
     if (!to_set(&room, round, &needed) || !(p.found = PyList_New(0)))
@@ -195,8 +227,8 @@ static PyObject *native_find_duplicates(PyObject *module, PyObject *args)
     bool good = true;
     while (good && !p.ended && p.walked < p.most && PyList_Size(p.found) < p.wanted)
         good = walk_some(&v, &marks, &needed, &p);
-    PyObject *result = good ? Py_BuildValue("(OOnO)", p.found, p.at, p.walked,
-                                          p.ended ? Py_True : Py_False)
+    PyObject *result = good ? Py_BuildValue("(OOnOd)", p.found, p.at, p.walked,
+                                          p.ended ? Py_True : Py_False, p.oldest)
                             : NULL;
     Py_DECREF(p.at);
     Py_DECREF(p.found);

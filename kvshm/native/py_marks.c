@@ -82,33 +82,36 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
                          kvshm_retract_blocks(module, &table, shown.of, shown.count));
 }
 
-/* The number of sound blocks before the first that is not; `use` is added to the flags of these. */
-static PyObject *count_sound(PyObject *module, PyObject *args, const char *format, uint32_t use)
+/* The number of sound blocks before the first that is not; of these `tick`, unless it is 0, is the
+ * last use. */
+static PyObject *count_sound(PyObject *module, PyObject *args, const char *format)
 {
     MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
+    unsigned int tick = 0;
     kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
-    if (!PyArg_ParseTuple(args, format, kvshm_to_marks, &marks, &table, &stop))
+    if (!PyArg_ParseTuple(args, format, kvshm_to_marks, &marks, &table, &stop, &tick))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
     for (; sound < stop && sound < length; sound++) {
         mark *one = mark_at(&marks, table, sound, places);
         if (!one || !(one->flags & SOUND))
             break;
-        one->flags += use;
+        if (tick)
+            one->flags = tick << USED_SHIFT | (one->flags & (SOUND | SHOWN));
     }
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(sound);
 }
 
 static PyObject *native_marks_sound(PyObject *module, PyObject *args)
 {
-    return count_sound(module, args, "O&On:marks_sound", 0);
+    return count_sound(module, args, "O&On:marks_sound");
 }
 
 static PyObject *native_marks_touch(PyObject *module, PyObject *args)
 {
-    return count_sound(module, args, "O&On:marks_touch", USED);
+    return count_sound(module, args, "O&OnI:marks_touch");
 }
 
 static PyObject *native_marks_write(PyObject *module, PyObject *args)

@@ -7,7 +7,13 @@
 
 #include <stdbool.h>
 
-enum { SOUND = 1, SHOWN = 2, USED = 4 }; /* from USED on they count the requests that began with it */
+enum {
+    SOUND = 1,
+    SHOWN = 2,
+    USED_SHIFT = 2,            /* behind it: when a request last began with it, 0 for never, */
+    TICKS_PER_SECOND = 64,     /* in these, */
+    TICKS = 0xffffffffu >> USED_SHIFT, /* of which as many are counted */
+};
 
 typedef struct {
     uint32_t version, flags;

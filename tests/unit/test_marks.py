@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvshm._base.ids import BlockId, Epoch, Fingerprint
-from kvshm._engine.marks import Marks, Run, blocks_of, touching
+from kvshm._engine.marks import TICKS_PER_SECOND, Marks, Run, blocks_of, touching
 from kvshm._shm.layout import SlotState, unpack_records
 from kvshm._shm.own_slot_table import TableSpec
 
@@ -109,15 +109,27 @@ def test_a_step_makes_sound_what_it_completes_and_nothing_else(pool: list[Block]
     assert marks.sound(blocks, 3) == 0
 
 
-def test_uses_are_those_of_the_present_contents(pool: list[Block]) -> None:
-    marks, blocks = Marks(8), [pool[5], pool[2], pool[7]]
+def test_the_last_use_is_that_of_the_present_contents(pool: list[Block]) -> None:
+    now = [100.0]
+    marks, blocks = Marks(8, clock=lambda: now[0]), [pool[5], pool[2], pool[7]]
     marks.write(blocks, 0, 3, 2)
-    assert [marks.touch(blocks, 3), marks.touch(blocks, 1)] == [2, 1]
+    assert marks.touch(blocks, 3) == 2
+    now[0] += 2.5
+    assert marks.touch(blocks, 1) == 1
     assert marks.sound(blocks, 3) == 2
-    assert [marks.uses(BlockId(block)) for block in (5, 2, 7)] == [2, 1, 0]
+    assert [marks.used_at(BlockId(block)) for block in (5, 2, 7)] == [161, 1, 0]
     marks.withdraw([BlockId(5)])
     marks.write([pool[2]], 0, 1, 1)
-    assert [marks.uses(BlockId(block)) for block in (5, 2, 7)] == [0, 0, 0]
+    assert [marks.used_at(BlockId(block)) for block in (5, 2, 7)] == [0, 0, 0]
+
+
+def test_a_tick_is_never_none() -> None:
+    now = [0.0]
+    marks = Marks(8, clock=lambda: now[0])
+    now[0] = ((1 << 30) - 1) / TICKS_PER_SECOND
+    assert marks.tick() == 1
+    now[0] += 1
+    assert marks.tick() == TICKS_PER_SECOND
 
 
 def test_what_is_hashed_as_its_place_says_is_published(table: AnyTable, pool: list[Block]) -> None:

@@ -56,7 +56,7 @@ class Life:
         self.cache: Any = SimpleNamespace(role=config.decide_role())
         self.cache.epoch_state = SimpleNamespace(table=self.table, peers=self.peers, own_peer=own)
         self.cache.planner = LoadPlanner(config, self.cache)
-        self.marks = Marks(NUM_BLOCKS)
+        self.marks = Marks(NUM_BLOCKS, clock=lambda: self.now)
         self.order = FreeOrder(self.cache, self.pool, self.marks, duplicates_first=duplicates_first)
         if self.order._duplicates:
             self.order._duplicates._clock = lambda: self.now
@@ -244,6 +244,10 @@ def test_what_was_used_last_stays_by_what_an_import_costs(
 ) -> None:
     life, queue = filled(served)
     life.join()
+    for block in queue:  # a second apart, in the order in which they were
+        life.now += 1
+        life.hit([block])
+    assert life.queue() == queue
     costs = life.cache.planner.costs
     for _ in range(20):
         costs.add_step(256, 0.25)
@@ -408,6 +412,42 @@ def test_more_blocks_are_wanted_than_there_are_duplicates(
     for block in queue[20:32]:
         life.copy(0, life.contents[block])
     assert life.take(20) == [*queue[20:32], *queue[:8]]
+
+
+def test_what_rests_longest_goes_first_though_it_was_no_duplicate_when_others_were_found(
+    served: ServedNode,
+) -> None:
+    life, queue = filled(served)
+    life.join()
+    for place in (20, 30, 40):
+        life.copy(0, life.contents[queue[place]])
+    assert life.take(1) == [queue[20]]
+    for place in (2, 4):
+        life.copy(0, life.contents[queue[place]])
+    assert life.take(3) == [queue[place] for place in (2, 4, 30)]
+
+
+def test_last_copies_that_nobody_wants_any_more_go_before_what_is_wanted_all_the_time(
+    served: ServedNode,
+) -> None:
+    """Old ones that are first in the queue, and duplicates that are hit once in a while."""
+    life, queue = filled(served)
+    life.join()
+    costs = life.cache.planner.costs
+    for _ in range(20):
+        costs.add_step(256, 0.25)
+        costs.add_step(2048, 2.0)
+        costs.add_load(256 // 16 * 1024, 0.025)
+    old, wanted = queue[:40], queue[40:]
+    life.hit(old[::-1])
+    life.now += 100
+    for block in wanted:
+        life.hit([block])
+        life.copy(0, life.contents[block])
+    life.now += 9
+    assert life.take(2) == old[:2]
+    life.now += 3  # more than a tenth as long ago
+    assert life.take(2) == wanted[:2]
 
 
 def test_walks_that_find_little_take_a_hundredth_of_the_time(served: ServedNode) -> None:

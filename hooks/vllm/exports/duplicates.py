@@ -10,7 +10,9 @@ others stay where they are, so last copies go in vLLM's order; without other eng
 
 The duplicates that were used last stay, too.  If importing takes a tenth of computing, dropping one
 that is wanted ten times as often as the last copy at the queue's head is no better than dropping
-that one: so the last tenth of the queue is left alone.
+that one.  How often a block is wanted is taken from when it was used last: a duplicate goes if that
+is at least a tenth as long ago as for that last copy.  So a last copy that nobody wants any more
+goes as well, after some time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from kvshm.halves import DUPLICATES_REUSED, LAST_COPIES_REUSED, DuplicateSearch,
 AHEAD = 64
 """Duplicates to find in one walk."""
 MOST_WALKED = 1024
-"""Blocks to look at in one walk; the next one goes on there."""
+"""Blocks to look at in one walk.  The next one goes on there, unless there are enough duplicates
+nearer to the queue's head."""
 MOST_ROUNDS = 4
 """How often others take the place of duplicates that are none any more, or were used since."""
 REST_SECONDS = 20e-6
@@ -53,11 +56,13 @@ class Duplicates:
         self._queue = queue
         self._clock = clock
         self._found: deque[tuple[Any, int]] = deque()
-        """Duplicates that a walk found, each with how often it was used then."""
+        """Duplicates that a walk found, each with its last use then."""
         self._walked_to: Any = None
         """The block behind which the next walk begins; None: the queue's head."""
         self._passed = 0
         """Free blocks before that."""
+        self._are_near_head = False
+        """Whether the last walk found enough of them near the queue's head."""
         self._rests_until = 0.0
         self.may_exist = search.may_find
         """Whether there may be any.  Fast: asked at every allocation."""
@@ -88,16 +93,26 @@ class Duplicates:
 
     def _choose(self, wanted: int) -> list[Any]:
         """Duplicates as of now, ``wanted`` of them at most."""
-        chosen, uses = list[Any](), self._search.uses
+        if len(self._found) < wanted:
+            self._begin_anew()
+        chosen, used_at = list[Any](), self._search.used_at
         for _ in range(MOST_ROUNDS):
             if not (missing := wanted - len(chosen)) or not self._have_found(missing, chosen):
                 break
             taken = [self._found.popleft() for _ in range(min(missing, len(self._found)))]
             # One that was used meanwhile is no longer the one that rested longest, or is in use.
-            still = [block for block, used in taken if uses(block) == used and _is_cached(block)]
+            still = [block for block, used in taken if used_at(block) == used and _is_cached(block)]
             if still:
                 chosen += self._search.confirm(still, anew=not chosen)
         return chosen
+
+    def _begin_anew(self) -> None:
+        """Walk from the queue's head again, if that is near: what rests there may have become a
+        duplicate, and goes before what rests behind it."""
+        near = self._queue.num_free_blocks <= MOST_WALKED or self._are_near_head
+        if near and self._clock() >= self._rests_until:
+            self._found.clear()
+            self._walked_to = None
 
     def _have_found(self, wanted: int, chosen: list[Any]) -> bool:
         """Walk on until so many duplicates are known besides the chosen ones; whether any is."""
@@ -115,15 +130,16 @@ class Duplicates:
         if (ratio := self._search.import_ratio()) >= 1:
             self._rests_until = now + LONG_REST_SECONDS
             return False
-        left = int(self._queue.num_free_blocks * (1 - ratio)) - self._passed
+        left = self._queue.num_free_blocks - self._passed
         most = max(0, min(left, MOST_WALKED))
-        walked = self._search.walk(place, AHEAD, most, anew=anew)
+        walked = self._search.walk(place, AHEAD, most, anew=anew, ratio=ratio)
         self._passed += walked.blocks
         ended = walked.ended or walked.blocks >= left
         self._walked_to = None if ended else walked.last
         known = {id(block) for block, _ in self._found} | set(map(id, chosen))
         new = [block for block in walked.found if id(block) not in known]
-        self._found += [(block, self._search.uses(block)) for block in new]
+        self._found += [(block, self._search.used_at(block)) for block in new]
+        self._are_near_head = self._passed <= MOST_WALKED and len(walked.found) == AHEAD
         may_find_more = len(new) == AHEAD or (ended and not anew)
         if not may_find_more:
             self._rests_until = now + max(REST_SECONDS * walked.blocks, LEAST_REST_SECONDS)
