@@ -20,6 +20,7 @@ from . import (
 )
 from .commands import Command, run_command
 from .doctor import command as doctor
+from .drain import command as drain
 from .keeper import command as keeper
 from .kv import command as kv
 from .metrics import command as metrics
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "clean": clean,
     "coordinator": coordinator,
     "keeper": keeper,
+    "drain": drain,
     "kv": kv,
     "verify-logits": verify_logits,
     "completion": completion,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,8 @@ from kvshm.errors import KvshmError
 from .node.reading import NodeReading
 
 Number = TypeVar("Number", int, float)
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+)([KMGT]?)B?")
 
 
 class NoSuchEngine(KvshmError):
@@ -40,6 +43,14 @@ def number(
         raise argparse.ArgumentTypeError(f"{text!r} is not {whole} {wanted}")
 
     return parse
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: a whole number, with K, M, G or T for the powers of 1024."""
+    found = _SIZE.fullmatch(text.strip().upper().replace("IB", "B"))
+    if found is None or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8G or 512M")
+    return int(found[1]) << _UNITS[found[2]]
 
 
 def add_selection(parser: argparse.ArgumentParser, *, engine: bool = True) -> None:

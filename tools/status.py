@@ -145,6 +145,7 @@ def _engine(health: EngineHealth) -> Json:
         "pid": engine.pid,
         "model": engine.model,
         "keeps": engine.keeps,
+        "in_drain": engine.in_drain,
         "state": health.state,
         "live": health.live,
         "ready": health.ready,
@@ -178,6 +179,7 @@ _YES = {True: "yes", False: "no", None: "-"}
 _COLUMNS: Columns = {
     "engine": "engine",
     "kind": lambda row: "keeper" if row.get("keeps") else None,
+    "drain": lambda row: "yes" if row.get("in_drain") else None,
     "state": "state",
     **{
         column: lambda row, column=column: _YES[row.get(column)]  # type: ignore[misc]
@@ -194,7 +196,7 @@ def _lines(found: Json) -> Iterator[str]:
     for space in found["namespaces"]:
         coordinator = space["coordinator"]
         yield f"namespace {space['namespace']}: {coordinator['reason'] or 'coordinator healthy'}"
-        yield from table(_COLUMNS, [*space["engines"], *space["declined"]], if_any=("kind",))
+        yield from table(_COLUMNS, [*space["engines"], *space["declined"]], if_any=("kind", "drain"))
         coordinated = coordinator["code"] != Code.NO_COORDINATOR
         others = [leftover(e["epoch"], coordinated, e["engine"] or "") for e in space["ended"]]
         others += [f"engine {name_of(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]

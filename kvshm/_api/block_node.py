@@ -62,6 +62,13 @@ class BlockNode(Membership):
             state = self._open
             return state.peers.withdrawn() if state is not None else frozenset()
 
+    def giving_away(self) -> frozenset[int]:
+        """Return the epochs of engines in drain (``kvshm drain``): what they alone have is to be
+        copied now."""
+        with self._lock:
+            state = self._open
+            return state.peers.giving_away() if state is not None else frozenset()
+
     def lookup_blocks(self, names: Iterable[BlockName]) -> FoundBlocks:
         """Find single blocks in other engines.  Those that no engine holds are left out.  A search
         in memory: no message, no lease, no counter; changes nothing.  Raises MisuseError for what

@@ -96,10 +96,14 @@ class LoadPlanner:
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
         hit of ``start`` hashes.  Sets ``common_prefix``.  None if there is none, a setting refuses
-        it, or no load can succeed: this engine does not import, leaves, or has lost a rank."""
+        it, or no load can succeed: this engine does not import, leaves, is in drain, or has lost a
+        rank."""
         self.common_prefix = 0
         epoch = self._cache.epoch_state
         if epoch is None:
+            return None
+        if epoch.table.in_drain:
+            epoch.table.counters.add_one_to_both(c.LOOKUPS, c.MISS_IN_DRAIN)
             return None
         imports = not (self.leaving or self._cache.role.no_imports)
         plan = self._make_plan(epoch, hashes, start, stop) if imports else None

@@ -26,6 +26,7 @@ REASONS = {
     c.MISS_FAILED: "failed before",
     c.MISS_NOT_READ: "cache must not be read",
     c.MISS_OWN: "own block",
+    c.MISS_IN_DRAIN: "in drain",
 }
 _READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_TOKENS, c.LOADS_FAILED, *REASONS)
 

@@ -251,11 +251,17 @@ class Peers:
         return self._view.mask != 0
 
     def usable_tables(self) -> Mapping[int, memoryview]:
-        """The slot tables of the peers that ``lookup`` may name, by row of the replica."""
-        view = self._view
-        if (now := self._clock()) >= self._last_pause_end:
+        """The slot tables of the peers that ``lookup`` may name, by row of the replica; of none
+        that is about to be stopped."""
+        view, now = self._view, self._clock()
+        ready = {
+            row
+            for row, peer in view.rows.items()
+            if not (peer.table.in_drain or peer.paused_until > now)
+        }
+        if len(ready) == len(view.rows):
             return view.tables
-        return {row: t for row, t in view.tables.items() if view.rows[row].paused_until <= now}
+        return {row: table for row, table in view.tables.items() if row in ready}
 
     def name_of(self, epoch: int) -> str:
         """The name of an engine, empty if it is not a peer (any more)."""
@@ -270,6 +276,10 @@ class Peers:
         those that were peers before."""
         now = (Epoch(e) for e, peer in self._view.peers.items() if peer.table.withdrawn)
         return frozenset((*self._view.withdrawn, *now))
+
+    def giving_away(self) -> frozenset[Epoch]:
+        """The peers in drain of which keepers are to copy what they alone have."""
+        return frozenset(Epoch(e) for e, peer in self._view.peers.items() if peer.table.gives_away)
 
     def may_use(self, peer: Peer) -> bool:
         """Whether ``lookup`` may still name a peer that it named before."""

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from kvshm._base.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 8
+LAYOUT_VERSION = 9
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -41,6 +41,7 @@ RETIRED_OFFSET = LEASES_TAKEN_OFFSET + 8
 KEPT_UNTIL_OFFSET = RETIRED_OFFSET + 8
 KEEPS_OFFSET = KEPT_UNTIL_OFFSET + 8
 WITHDRAWN_OFFSET = KEEPS_OFFSET + 8
+IN_DRAIN_OFFSET = WITHDRAWN_OFFSET + 8
 LIFE_OFFSET = 192
 MAX_RANKS = 64
 MAX_BLOCKS = 1 << 24

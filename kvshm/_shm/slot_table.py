@@ -23,6 +23,7 @@ from kvshm.errors import CorruptSegment
 
 from .layout import (
     GENERATION_SHIFT,
+    IN_DRAIN_OFFSET,
     KEPT_UNTIL_OFFSET,
     LEASE_MASK,
     MAX_BLOCKS,
@@ -232,6 +233,16 @@ class PeerSlotTable(SlotTableView):
         """Ask the owner to hand these blocks out last for ``seconds``, MAX_HOLD_SECONDS at most.  A
         hint, which ends by itself.  Returns how many slots still match; 0 after the epoch."""
         return self._hold(records, seconds)
+
+    def put_in_drain(self, seconds: int) -> None:
+        """Have the owner import nothing from its next lookup on, and keepers copy for so many
+        seconds, MAX_HOLD_SECONDS at most, what it alone has."""
+        until = self._after(self.now, 1 + min(seconds, MAX_HOLD_SECONDS - 1)) if seconds > 0 else 1
+        _native.store(self._segment.buffer, IN_DRAIN_OFFSET, until)
+
+    def end_drain(self) -> None:
+        """Let the owner import again."""
+        _native.store(self._segment.buffer, IN_DRAIN_OFFSET, 0)
 
 
 class RosterSlotTable(SlotTableView):

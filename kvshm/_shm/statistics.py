@@ -174,6 +174,7 @@ MISS_NOT_READ = Counter(
     "Prompts of requests that must not read a prefix cache, as with prompt log-probabilities.",
 )
 MISS_OWN = Counter(30, "miss_own", "Prompts whose next block the engine's own cache has.")
+MISS_IN_DRAIN = Counter(31, "miss_in_drain", "Lookups while the engine was in drain.")
 
 # -- importer's side: loading
 LEASES_TAKEN = Counter(32, "leases_taken", "Leases taken on blocks of other engines.", Unit.BLOCKS)

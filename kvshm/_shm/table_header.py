@@ -24,6 +24,7 @@ from .layout import (
     ENGINE_NAME_OFFSET,
     FINGERPRINT_OFFSET,
     HEARTBEAT_OFFSET,
+    IN_DRAIN_OFFSET,
     KEEPS_OFFSET,
     KEPT_UNTIL_OFFSET,
     LEASES_TAKEN_OFFSET,
@@ -130,6 +131,17 @@ class TableHeader:
         """Whether the engine has withdrawn what it had published, and goes on: copies of it that
         others have may be wrong, and no keeper may keep them."""
         return self._load(WITHDRAWN_OFFSET) == 1
+
+    @property
+    def in_drain(self) -> bool:
+        """Whether the engine is to import nothing, because it is about to be stopped."""
+        return self._load(IN_DRAIN_OFFSET) != 0
+
+    @property
+    def gives_away(self) -> bool:
+        """Whether keepers are to copy what this engine alone has."""
+        until = self._load(IN_DRAIN_OFFSET)
+        return until > 1 and self.seconds_left(until) > 0
 
     def _load(self, offset: int) -> int:
         return _native.load(self._segment.buffer, offset)

@@ -40,6 +40,7 @@ def test_ids_are_never_renumbered() -> None:
         "miss_no_owner": 20, "miss_too_short": 21, "miss_lease_lost": 22, "miss_quarantined": 23,
         "miss_fingerprint": 24, "miss_cheaper": 25,
         "tried": 26, "miss_no_room": 27, "miss_too_long": 28, "miss_not_read": 29, "miss_own": 30,
+        "miss_in_drain": 31,
         "leases_taken": 32, "lease_lost": 33, "loads_started": 34, "loads_done": 35,
         "loads_failed": 36, "imported_blocks": 37, "blocks_copied": 38, "bytes_copied": 39,
         "recheck_failed": 40, "discarded": 41, "verified": 42, "mismatched": 43,

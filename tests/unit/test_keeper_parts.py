@@ -91,8 +91,6 @@ def test_only_so_many_uses_are_remembered_the_latest() -> None:
         (Known(uses=1, kept=False), True, True),
         (Known(uses=1, kept=False), False, False),
         (Known(uses=2, kept=False), False, True),
-        (Known(uses=1, kept=False, about_to_go=True), False, True),
-        (Known(uses=9, kept=True, about_to_go=True), True, False),
         (Known(uses=9, kept=False, there=False), True, False),
     ],
 )

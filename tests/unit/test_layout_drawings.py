@@ -35,6 +35,7 @@ TABLE_BYTES = COMMON_BYTES | {
     "KEPT_UNTIL": 8,
     "KEEPS": 8,
     "WITHDRAWN": 8,
+    "IN_DRAIN": 8,
     "LIFE": 8 * layout.MAX_RANKS,
     "ENGINE_NAME": layout.ENGINE_NAME_BYTES,
     "MODEL_NAME": layout.MODEL_NAME_BYTES,

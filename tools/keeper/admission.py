@@ -1,5 +1,5 @@
 """Which of the published blocks are kept: all as long as there is room, then those that were used
-twice.  Pure."""
+twice; what engines in drain have see outgoing.py.  Pure."""
 
 from __future__ import annotations
 
@@ -36,18 +36,11 @@ class Known(NamedTuple):
     """Whether a keeper has it, this one or another."""
     there: bool = True
     """Whether an engine still has it."""
-    about_to_go: bool = False
-    """Whether its last copy is announced to be overwritten soon."""
 
 
 def is_admitted(known: Known, room: bool) -> bool:
     """Whether to copy a block.  ``room``: nothing has to go for it."""
-    return known.there and not known.kept and (room or known.uses >= TWICE or is_urgent(known))
-
-
-def is_urgent(known: Known) -> bool:
-    """Whether a block has to be copied now or never: here an engine's announcement enters."""
-    return known.about_to_go
+    return known.there and not known.kept and (room or known.uses >= TWICE)
 
 
 class Waiting:

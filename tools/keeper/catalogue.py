@@ -20,13 +20,21 @@ class Use(NamedTuple):
     """Index in its prefix, in blocks."""
 
 
+class _Copy(NamedTuple):
+    """What an engine has in one of its blocks."""
+
+    generation: int
+    name: BlockName
+    depth: int
+
+
 class Catalogue:
     """Blocks by name, and the engines that have them."""
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
         self._max_remembered = max_remembered
-        self._found: dict[int, dict[int, tuple[int, BlockName]]] = {}
-        """By the engine's epoch and the block's id: its generation and name."""
+        self._found: dict[int, dict[int, _Copy]] = {}
+        """By the engine's epoch and the block's id."""
         self._holders: dict[BlockName, list[int]] = {}
         """An engine stands there once for each of its copies."""
         self._uses = OrderedDict[BlockName, int]()
@@ -42,13 +50,15 @@ class Catalogue:
         blocks = self._found.setdefault(news.epoch, {}) if news.changes else {}
         for block, generation, name, depth in news.changes:
             known = blocks.get(block)
-            if known is not None and (known[0] > generation or known == (generation, name)):
+            if known is not None and (
+                known.generation > generation or known[:2] == (generation, name)
+            ):
                 continue
             if known is not None:
                 del blocks[block]
-                self._drop(known[1], news.epoch)
+                self._drop(known.name, news.epoch)
             if name is not None:
-                blocks[block] = generation, name
+                blocks[block] = _Copy(generation, name, depth)
                 self._holders.setdefault(name, []).append(news.epoch)
                 if news.epoch not in keepers:
                     self._count(name)
@@ -61,6 +71,11 @@ class Catalogue:
     def names(self) -> Collection[BlockName]:
         """Return all blocks that engines have."""
         return self._holders.keys()
+
+    def blocks_of(self, epoch: int) -> Iterator[tuple[BlockName, int]]:
+        """Yield an engine's blocks, each with its depth."""
+        for copy in self._found.get(epoch, {}).values():
+            yield copy.name, copy.depth
 
     def uses(self, name: BlockName) -> int:
         """Return how often engines have published a block, as far as remembered."""
@@ -76,8 +91,8 @@ class Catalogue:
             self._uses.popitem(last=False)
 
     def _forget(self, epoch: int) -> None:
-        for _, name in self._found.pop(epoch, {}).values():
-            self._drop(name, epoch)
+        for copy in self._found.pop(epoch, {}).values():
+            self._drop(copy.name, epoch)
 
     def _drop(self, name: BlockName, epoch: int) -> None:
         """One of an engine's copies has gone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import select
 import time
 from contextlib import closing, suppress
@@ -14,7 +13,7 @@ from kvshm._base.rundir import open_run_directory
 from kvshm.config import Config, Share
 from kvshm.errors import ConfigError, MisuseError
 
-from ..options import add_place, number
+from ..options import add_place, number, parse_size
 from ..output import clean
 from ..signals import ending_signals
 from .keeper import Keeper, Limits
@@ -22,16 +21,6 @@ from .keeper import Keeper, Limits
 HELP = "keep what engines have computed, in memory of its own"
 NICE = 10
 """Engines come first."""
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_SIZE = re.compile(r"(\d+)([KMGT]?)B?")
-
-
-def parse_size(text: str) -> int:
-    """Return bytes: a whole number, with K, M, G or T for the powers of 1024."""
-    found = _SIZE.fullmatch(text.strip().upper().replace("IB", "B"))
-    if found is None or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 8G or 512M")
-    return int(found[1]) << _UNITS[found[2]]
 
 
 def _name(text: str) -> str:

@@ -20,6 +20,7 @@ from kvshm.api import (
 from .admission import TURN_SECONDS, Known, Waiting
 from .catalogue import Catalogue
 from .eviction import Place
+from .outgoing import Keepers, Outgoing
 from .room import Room
 
 SETTLE_SECONDS = 1.0
@@ -82,6 +83,7 @@ class Shelf:
         room.open(number, layout.stride)
         self._known = Catalogue()
         self._waiting = Waiting()
+        self._outgoing = Outgoing()
         self._kept: dict[BlockName, Kept] = {}
         self._names: dict[int, BlockName] = {}
         """The kept block in each place."""
@@ -125,17 +127,24 @@ class Shelf:
     def wanted(self, most: int, room: int, now: float) -> list[BlockName]:
         """Return at most ``most`` blocks to copy now.  ``room``: for how many nothing has to go."""
         settled = self._joined_at is not None and now >= self._joined_at + SETTLE_SECONDS
-        if self._load is not None or not self._waiting or not settled:
+        if self._load is not None or not settled:
             return []
-        turn = 1 + sum(epoch < self.epoch for epoch in self._keepers) if self._keepers else 0
-        before = now - TURN_SECONDS * turn
-        most = min(most, MOST_AT_ONCE)
+        most, turn = min(most, MOST_AT_ONCE), sum(epoch < self.epoch for epoch in self._keepers)
+        going, keepers = self.node.giving_away(), Keepers(turn, 1 + len(self._keepers))
+        if outgoing := self._outgoing.take(
+            most, going, self._known, self._is_kept, keepers, now
+        ):
+            return outgoing
+        before = now - TURN_SECONDS * (1 + turn) if self._keepers else now
         return list(self._waiting.take(most, room, self._what_is_known, before))
 
     def _what_is_known(self, name: BlockName) -> Known:
-        there = self._known.holders(name)
-        kept = name in self._kept or not self._keepers.isdisjoint(there)
-        return Known(self._known.uses(name), kept, there=bool(there))
+        there = bool(self._known.holders(name))
+        return Known(self._known.uses(name), self._is_kept(name), there)
+
+    def _is_kept(self, name: BlockName) -> bool:
+        """Whether a keeper has a block, this one or another."""
+        return name in self._kept or not self._keepers.isdisjoint(self._known.holders(name))
 
     @property
     def epoch(self) -> int:
@@ -234,9 +243,14 @@ class Shelf:
             del self._sources[gone.source]
         self.room.leave(self.number, gone.block)
 
-    def is_read(self, name: BlockName) -> bool:
-        """Whether an engine is copying a block, or holds it."""
-        return bool(self.node.kept([self._kept[name].block]))
+    def is_needed(self, name: BlockName) -> bool:
+        """Whether an engine is copying a block, or holds it, or it came from one that is in drain
+        now."""
+        return name in self._outgoing.taken or bool(self.node.kept([self._kept[name].block]))
+
+    def has_come_last(self, name: BlockName) -> bool:
+        """Whether a block was copied from an engine that is in drain now."""
+        return name in self._outgoing.taken
 
     def names_in(self, blocks: Sequence[int]) -> list[BlockName] | None:
         """Return what is kept in these places; None if one of them is being filled."""

@@ -75,6 +75,8 @@ class EngineHeader:
     counters: Mapping[str, int]
     keeps: bool = False
     """Whether it is a keeper, which computes nothing."""
+    in_drain: bool = False
+    """Whether it imports nothing, because it is about to be stopped."""
 
 
 def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
@@ -96,6 +98,7 @@ def read_header(namespace: str, table: SlotTableView) -> EngineHeader:
         created_ns=table.created_ns,
         counters=table.counters.snapshot(),
         keeps=table.keeps,
+        in_drain=table.in_drain,
     )
 
 

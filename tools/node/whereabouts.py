@@ -7,7 +7,7 @@ and /proc shows which process of this pid namespace has each open.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,3 +48,14 @@ def _open_in(process: Path) -> set[str]:
             with suppress(OSError):
                 links.add(os.readlink(entry.path))
     return links
+
+
+def ancestors(pid: int, proc: Path = PROC) -> Iterator[int]:
+    """Yield the pid of a process of this pid namespace, that of its parent, and so on."""
+    while pid > 0:
+        yield pid
+        try:
+            status = (proc / str(pid) / "stat").read_text("utf-8", "replace")
+        except OSError:  # it has ended
+            return
+        pid = int(status.rpartition(")")[2].split()[1])

@@ -1,0 +1,231 @@
+"""``kvshm drain``: what only the engine in drain has comes to a keeper; it imports nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvshm import Reader
+
+from .joined import Toy, Toys, served
+from .keepers import Keeper, imports, kvshm, prompt
+from .processes import Managed, Node, wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def place() -> Iterator[Node]:
+    """A node of its own: a keeper keeps blocks of all engines there."""
+    with served() as node:
+        yield node
+
+
+def drained(place: Node, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    done = kvshm(place, "drain", "--json", *arguments)
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+def full(place: Node, toy: Toy, blocks: int) -> Keeper:
+    """A keeper that is full of prompts of this engine, each used once."""
+    keeper = Keeper(place, blocks)
+    for number in range(blocks // 6):
+        keys = prompt(toy, b"filler %d" % number)
+        toy.compute(keys, range(6 * number, 6 * number + 6))
+        keeper.wait_for(keys)
+    return keeper
+
+
+def computed_again(toy: Toy, keys: list[bytes], first: int) -> None:
+    """These blocks are computed twice."""
+    for _ in range(2):
+        toy.node.retract(range(first, first + len(keys)))
+        toy.compute(keys, range(first, first + len(keys)))
+
+
+def test_a_full_keeper_gets_what_was_used_once_and_the_engine_imports_nothing(
+    place: Node, toys: Toys
+) -> None:
+    a, b = toys.pair()
+    keeper = full(place, b, 12)
+    last = prompt(a, b"last")
+    a.compute(last, range(6))
+    fillers = prompt(a, b"filler 0")
+    a.node.wait_for(fillers, 60)
+    assert not any(keeper.has(last))
+    status, (found,) = drained(place, "a")
+    assert (status, found["end"], found["left"]) == (0, "kept", 0)
+    assert found["alone"] == found["kept"] == 6
+    assert found["kept_bytes"] > 0
+    assert keeper.has(last) == [True] * 6
+    before = a.node.stats()["miss_in_drain"]
+    assert not a.node.lookup(fillers)
+    assert a.node.stats()["miss_in_drain"] == before + 1
+    assert "in drain" not in kvshm(place, "status").stderr
+    shown = json.loads(kvshm(place, "status", "--json").stdout)["namespaces"][0]["engines"]
+    assert {e["engine"].partition("-")[0]: e["in_drain"] for e in shown} == {
+        "a": True,
+        "b": False,
+        "keeper": False,
+    }
+    a.node.close()
+    imports(b, last)
+
+
+def test_undone_it_imports_again(place: Node, toys: Toys) -> None:
+    a, b = toys.pair()
+    keys = prompt(b, b"1")
+    b.compute(keys, range(6))
+    a.node.wait_for(keys, 60)
+    assert kvshm(place, "drain", "a").returncode == 0
+    assert not a.node.lookup(keys)
+    done = kvshm(place, "drain", "--undo", "a")
+    assert (done.returncode, done.stdout) == (0, "a imports again\n")
+    assert a.node.lookup(keys).length == 6
+
+
+def test_of_a_keeper_too_small_the_most_used_blocks_have_the_room(place: Node, toys: Toys) -> None:
+    a, b = toys.pair()
+    keeper = full(place, b, 6)
+    cold, hot = prompt(a, b"cold"), prompt(a, b"hot")
+    a.compute(cold, range(6))
+    b.compute(cold, range(12, 18))
+    b.node.retract(range(12, 18))  # used twice, like the other
+    computed_again(a, hot, 12)
+    computed_again(a, hot, 12)
+    wait_until(lambda: all(keeper.has(hot)), "it has what was used twice")
+    status, (found,) = drained(place, "a")
+    assert (status, found["end"], found["left"]) == (1, "stalled", 6)
+    assert keeper.has(hot) == [True] * 6
+    assert not any(keeper.has(cold))
+
+
+def test_no_more_is_copied_than_is_allowed(place: Node, toys: Toys) -> None:
+    a, b = toys.pair()
+    keeper = full(place, b, 24)
+    last = [key for number in range(4) for key in prompt(a, b"%d" % number)]
+    for number in range(4):
+        a.compute(last[6 * number : 6 * number + 6], range(6 * number, 6 * number + 6))
+    status, (found,) = drained(place, "a", "--bytes", "1")
+    assert (status, found["end"]) == (1, "bytes") if found["left"] else (0, "kept")
+    assert found["kept"] == sum(keeper.has(last)) >= 1
+
+
+def test_without_a_keeper_it_says_what_is_lost(place: Node, toys: Toys) -> None:
+    a, b = toys.pair()
+    only, both = prompt(a, b"1"), prompt(a, b"2")
+    a.compute(only, range(6))
+    a.compute(both, range(6, 12))
+    b.compute(both, range(6))
+    done = kvshm(place, "drain", "a")
+    assert done.returncode == 1
+    assert ", 6 (" in done.stdout and "there is no keeper" in done.stdout
+    assert not a.node.lookup(both)
+
+
+def test_what_only_engines_in_drain_have_is_no_ones(place: Node, toys: Toys) -> None:
+    """All engines of a container are stopped together."""
+    a, b = toys.pair()
+    keeper = full(place, b, 6)
+    both = prompt(a, b"both")
+    a.compute(both, range(6))
+    keeper.process.signal(signal.SIGSTOP)
+    b.compute(both, range(6, 12))
+    process = begun(place, "--here")
+    wait_until(lambda: in_drain(a) and in_drain(b), "both are in drain")
+    keeper.process.signal(signal.SIGCONT)
+    assert process.wait() == 0
+    assert keeper.has(both) == [True] * 6
+
+
+def in_drain(toy: Toy) -> bool:
+    return toy.table.in_drain
+
+
+def begun(place: Node, *arguments: str) -> Managed:
+    where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
+    command = ("-P", "-m", "kvshm.tools.cli", "drain", "--json", *arguments)
+    return place.processes.python("drain", *command, *where)
+
+
+@pytest.mark.parametrize(
+    "happens", ["the engine ends", "the keeper ends", "it is interrupted", "it is killed"]
+)
+def test_what_happens_meanwhile_ends_it(place: Node, toys: Toys, happens: str) -> None:
+    a, b = toys.pair()
+    keeper = full(place, b, 6)
+    a.compute(prompt(a, b"last"), range(6))
+    keeper.process.signal(signal.SIGSTOP)
+    process = begun(place, "a", "--seconds", "60")
+    wait_until(lambda: a.table.gives_away, "it has begun")
+    if happens == "the engine ends":
+        a.node.close()
+        end = "gone"
+    elif happens == "the keeper ends":
+        keeper.process.kill()
+        end = "no-keeper"
+    elif happens == "it is interrupted":
+        process.signal(signal.SIGINT)
+        end = "interrupted"
+    else:
+        process.kill()
+        assert a.table.gives_away and a.table.in_drain
+        return
+    assert process.wait() == 1
+    (found,) = json.loads(str(process.out))
+    assert (found["end"], found["left"]) == (end, 6)
+    if end != "gone":
+        assert a.table.in_drain and not a.table.gives_away
+
+
+def test_a_command_that_was_killed_has_keepers_copy_for_its_time_only(
+    place: Node, toys: Toys
+) -> None:
+    a = toys.join("a")
+    a.compute(prompt(a, b"last"), range(6))
+    keeper = Keeper(place)
+    keeper.process.signal(signal.SIGSTOP)
+    process = begun(place, "a", "--seconds", "1")
+    wait_until(lambda: a.table.gives_away, "it has begun")
+    process.kill()
+    wait_until(lambda: not a.table.gives_away, "its time is over")
+    assert a.table.in_drain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "why"),
+    [
+        (("nobody",), 4, "no engine is called 'nobody'"),
+        ((), 2, "one of the arguments"),
+        (("a", "--here"), 2, "not allowed with"),
+        (("a", "--seconds", "0"), 2, "above 0, below an hour"),
+        (("a", "--bytes", "many"), 2, "'many' is not a size"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    place: Node, toys: Toys, arguments: tuple[str, ...], status: int, why: str
+) -> None:
+    a = toys.join("a")
+    done = kvshm(place, "drain", *arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert why in done.stderr
+    assert not in_drain(a)
+
+
+def test_a_keeper_is_not_drained(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    keeper = Keeper(place)
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of"))
+    assert a.node.joined
+    done = kvshm(place, "drain", str(keeper.process.pid))
+    assert done.returncode == 1
+    assert "it is a keeper" in done.stderr
+    with Reader(a.config) as reader:
+        assert len(reader.engines()) == 2
+
+

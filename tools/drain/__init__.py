@@ -1,0 +1,1 @@
+"""``kvshm drain``: before an engine is stopped, keepers copy what it alone has."""
