@@ -75,7 +75,7 @@ async def drive(engines: Sequence[Engine], requests: Iterator[Request], router: 
         async def ask(number: int, prompt: list[int]) -> None:
             ttft = None
             with suppress(aiohttp.ClientError, TimeoutError):
-                ttft = await _first_token(session, engines[number], prompt)
+                ttft = await first_token(session, engines[number], prompt)
             busy[number] -= 1
             answers.append(Answer(ttft or PATIENCE_SECONDS, ttft is None))
 
@@ -89,7 +89,7 @@ async def drive(engines: Sequence[Engine], requests: Iterator[Request], router: 
         return Run(answers, time.monotonic() - began)
 
 
-async def _first_token(
+async def first_token(
     session: aiohttp.ClientSession, engine: Engine, prompt: list[int]
 ) -> float | None:
     """Return the seconds until the first token, once the last one has come."""
@@ -156,7 +156,7 @@ def repetition(
         kinds.setdefault(kind, []).append(router)
     order = random.Random(number)
     for kind in order.sample(list(kinds), len(kinds)):
-        with started(KINDS[kind], setting) as engines:
+        with started(KINDS[kind], setting) as (_, engines):
             routers = kinds[kind]
             for place, router in enumerate(order.sample(routers, len(routers))):
                 contents = 1000 * number + place

@@ -66,7 +66,7 @@ KINDS = {
 
 
 @contextmanager
-def started(kind: Kind, setting: Setting) -> Iterator[list[Engine]]:
+def started(kind: Kind, setting: Setting) -> Iterator[tuple[SharingNode, list[Engine]]]:
     """Start the engines of an arm with all they need, and end them on leaving."""
     environment = {"KVSHM_ENABLE": "1" if kind.shares else "0", "KVSHM_MIN_PREFIX_TOKENS": ""}
     with _store(setting) if kind.stores else _nothing() as (found, settings):
@@ -81,7 +81,7 @@ def started(kind: Kind, setting: Setting) -> Iterator[list[Engine]]:
             if kind.shares:
                 node.wait_joined(*engines)
             with _keeper(setting, node.environment) if kind.keeps else _nothing():
-                yield engines
+                yield node, engines
 
 
 def _all(setting: Setting) -> range:
