@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +78,17 @@ def test_a_full_keeper_gets_what_was_used_once_and_the_engine_imports_nothing(
     imports(b, last)
 
 
+def test_the_pid_of_a_server_means_all_engines_that_it_has_started(
+    place: Node, toys: Toys
+) -> None:
+    a, b = toys.pair()
+    Keeper(place)
+    status, found = drained(place, str(os.getppid()))
+    assert (status, [each["engine"] for each in found]) == (0, ["a", "b"])
+    assert in_drain(a)
+    assert in_drain(b)
+
+
 def test_undone_it_imports_again(place: Node, toys: Toys) -> None:
     a, b = toys.pair()
     keys = prompt(b, b"1")
@@ -124,7 +136,8 @@ def test_without_a_keeper_it_says_what_is_lost(place: Node, toys: Toys) -> None:
     b.compute(both, range(6))
     done = kvshm(place, "drain", "a")
     assert done.returncode == 1
-    assert ", 6 (" in done.stdout and "there is no keeper" in done.stdout
+    assert ", 6 (" in done.stdout
+    assert "there is no keeper" in done.stdout
     assert not a.node.lookup(both)
 
 
@@ -174,13 +187,15 @@ def test_what_happens_meanwhile_ends_it(place: Node, toys: Toys, happens: str) -
         end = "interrupted"
     else:
         process.kill()
-        assert a.table.gives_away and a.table.in_drain
+        assert a.table.gives_away
+        assert in_drain(a)
         return
     assert process.wait() == 1
     (found,) = json.loads(str(process.out))
     assert (found["end"], found["left"]) == (end, 6)
     if end != "gone":
-        assert a.table.in_drain and not a.table.gives_away
+        assert in_drain(a)
+        assert not a.table.gives_away
 
 
 def test_a_command_that_was_killed_has_keepers_copy_for_its_time_only(

@@ -6,6 +6,7 @@ One story of two engines: each step begins where the one before has ended.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ def test_a_keeper_gives_back_what_engines_have_lost(node: SharedNode, model: Pat
     assert sum(map(shareable, sent)) > 2 * FEW_BLOCKS
     hits, computed = _computed_and_kept(node, a, keeper, sent)
     _both_have_lost_it(node, [a, b], sent, hits)
+    _in_drain_nothing_is_imported(node, [a, b], sent)
     node.stop_engines(a, b)
     a, b = node.start_engines(
         *(
@@ -127,6 +129,21 @@ def _both_have_lost_it(
             answer = engine.complete(prompt)
         seen.assert_imported(shareable(prompt))
         assert answer == hits[prompt] == engine.complete(prompt)
+
+
+def _in_drain_nothing_is_imported(
+    node: SharedNode, engines: list[Engine], sent: list[Prompt]
+) -> None:
+    """They are about to be stopped, and nothing would be lost."""
+    done = node.kvshm("drain", "--json", "--here")
+    assert done.returncode == 0, done.stderr
+    assert [each["end"] for each in json.loads(done.stdout)] == ["kept", "kept"]
+    for engine in engines:
+        with observe(node, engine) as seen:
+            for prompt in sent[:6]:
+                engine.complete(prompt)
+        assert seen.imported_blocks == seen.tokens.imported == 0
+        assert seen.miss_in_drain > 0
 
 
 def _the_first_request_imports_from_a_stopped_keeper(
