@@ -126,6 +126,11 @@ class BlockNode(Membership):
             self._own.add(self._own.check_separate(contents, block_ids))
             return 0 if self._paused else self._publish_waiting()
 
+    def contents(self) -> dict[BlockId, BlockContent]:
+        """Return what own published blocks hold."""
+        with self._lock:
+            return dict(self._own.contents)
+
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let no engine read these blocks any more, before they are written or get other contents.
         Blocks that are not published are left alone.  Waits until none reads them, for the drain

@@ -49,6 +49,13 @@ class EngineLayout(NamedTuple):
                 at += _rounded(size, _LINE)
         return tuple(ranks)
 
+    def places(self, block: int) -> list[list[slice]]:
+        """Return for each rank and region where one block lies in such a memory."""
+        return [
+            [slice(at := r.offset + block * r.stride, at + r.block_bytes) for r in rank]
+            for rank in self.regions(block + 1)
+        ]
+
 
 def layout_of(table: TableHeader, info: EngineInfo) -> EngineLayout | None:
     """Return what an engine's table and its entry in the roster say; None if that cannot be."""

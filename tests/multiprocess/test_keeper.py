@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvshm import Config, Group, LoadState, Reader, Region
+
+from kvshm.tools.keeper.files import SUFFIX
 
 from .joined import TOKENS, Toy, Toys, ended, served
 from .keepers import PAGE, Keeper, imports, kvshm, prompt
@@ -379,3 +382,84 @@ def test_a_wrong_command_line_is_refused(place: Node, arguments: tuple[str, ...]
     done = kvshm(place, "keeper", *arguments)
     assert done.returncode == (1 if "100T" in arguments else 2)
     assert why in done.stderr
+
+
+# -- files
+
+
+def test_what_it_had_is_there_after_a_reboot(place: Node, toys: Toys, tmp_path: Path) -> None:
+    """Also beside a file that is damaged, and once an engine withdraws it is gone as any other."""
+    keeper = Keeper(place, 1000, "--files", str(tmp_path))
+    a, b = toys.pair()
+    other = toys.join("c", kind="of another kind")
+    keys, more = prompt(a, b"1", 8), prompt(other, b"2")
+    a.compute(keys, range(8))
+    other.compute(more, range(6))
+    keeper.wait_for(keys)
+    keeper.wait_for(more)
+    assert keeper.process.terminate() == 0
+    assert "wrote 14 blocks into 2 files" in str(keeper.process.out)
+    for toy in (a, b, other):
+        toy.node.close()
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600] * 2
+    (tmp_path / f"damaged{SUFFIX}").write_bytes(b"no file of blocks")
+    again = Keeper(place, 1000, "--files", str(tmp_path))
+    again.process.wait_out(lambda line: line.endswith("damaged.kvshm-kept is no file of kvshm's"))
+    assert "read 14 blocks from files" in str(again.process.out)
+    imports(toys.join("d", kind="of another kind"), more)
+    d = toys.join("e")
+    imports(d, keys)
+    d.node.reset()
+    wait_until(lambda: not any(again.has(keys)), "it has dropped them")
+    assert all(again.has(more))
+    assert again.process.terminate() == 0
+    assert "wrote 6 blocks into 1 files" in str(again.process.out)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_block_whose_bytes_have_changed_in_a_file_is_left_out(
+    place: Node, toys: Toys, tmp_path: Path
+) -> None:
+    keeper = Keeper(place, 1000, "--files", str(tmp_path))
+    a = toys.join("a")
+    keys = prompt(a, b"1")
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    assert keeper.process.terminate() == 0
+    a.node.close()
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    again = Keeper(place, 1000, "--files", str(tmp_path))
+    again.process.wait_out(lambda line: line == "read 5 blocks from files")
+    imports(toys.join("b"), [key for key in keys if all(again.has([key]))])
+
+
+def test_other_tools_read_its_files(place: Node, toys: Toys, tmp_path: Path) -> None:
+    keeper = Keeper(place, 1000, "--files", str(tmp_path))
+    a = toys.join("a")
+    keys = prompt(a, b"1")
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    assert keeper.process.terminate() == 0
+    a.node.close()
+    (path,) = tmp_path.iterdir()
+    where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
+    command = ("-P", "-m", "kvshm.tools.cli", "kv", "serve", str(path), *where)
+    server = place.processes.python("serve", *command)
+    b = toys.join("b")
+    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    assert ended(b.node.load(found, range(6))).state is LoadState.DONE
+    assert b.holds(range(6), keys) == [True] * 6
+    assert server.terminate() == 0
+
+
+def test_its_memory_is_taken_from_one_numa_node(place: Node) -> None:
+    keeper = Keeper(place, 1000, "--numa-node", "0")
+    maps = Path(f"/proc/{keeper.process.pid}/numa_maps").read_text().splitlines()
+    (memory,) = [line for line in maps if "memfd:kvshm-kv" in line]
+    assert memory.split()[1] == "bind:0"
+    done = kvshm(place, "keeper", "--memory", "1M", "--numa-node", "4000")
+    assert done.returncode == 2
+    assert "--numa-node 4000: there is no such node; there are: 0" in done.stderr

@@ -7,6 +7,8 @@ import os
 import select
 import time
 from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvshm._api.arguments import checked_name
 from kvshm._base.rundir import open_run_directory
@@ -17,6 +19,10 @@ from ..options import add_place, number, parse_size
 from ..output import clean
 from ..signals import ending_signals
 from .keeper import Keeper, Limits
+from .numa import bind_memory
+
+if TYPE_CHECKING:
+    from .files import Files
 
 HELP = "keep what engines have computed, in memory of its own"
 NICE = 10
@@ -60,6 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if memory is short, drop blocks that engines of another kind need, once no engine "
         "could use them for this long (600)",
     )
+    add(
+        "--files",
+        type=Path,
+        metavar="FOLDER",
+        help="write all blocks into files there at the end (SIGTERM, SIGINT), and read them at the "
+        "next start: for a reboot",
+    )
+    add(
+        "--numa-node",
+        type=number(int, lambda n: n >= 0, "of a node"),
+        metavar="N",
+        help="take the memory for blocks from this NUMA node (default: as the kernel does)",
+    )
     add("--name", type=_name, help="for people (default: keeper-PID)")
     add_place(parser)
 
@@ -75,23 +94,43 @@ def run(asked: argparse.Namespace) -> int:
         raise ConfigError(f"{refused} rules out what a keeper does; unset it")
     open_run_directory(config.run_dir, os.environ)
     limits = Limits(asked.memory, asked.rate, asked.give_way_after)
+    files = _files(asked.files) if asked.files is not None else None
+    if asked.numa_node is not None:
+        _bind(asked.numa_node)
     with suppress(OSError):
         os.nice(NICE)
-    return keep(config, limits, asked.name or f"keeper-{os.getpid()}")
+    return keep(config, limits, asked.name or f"keeper-{os.getpid()}", files)
 
 
-def keep(config: Config, limits: Limits, name: str) -> int:
+def _files(folder: Path) -> Files:
+    from .files import Files  # needs packages that a keeper without files does not
+
+    return Files(folder, _say)
+
+
+def _bind(node: int) -> None:
+    try:
+        bind_memory(node)
+    except OSError as exc:
+        raise ConfigError(f"--numa-node {node}: {exc.strerror}") from exc
+
+
+def keep(config: Config, limits: Limits, name: str, files: Files | None) -> int:
     """Keep blocks until SIGTERM or SIGINT; return the exit status.  Raises KvshmError."""
     with (
         ending_signals() as ended,
         closing(Keeper(config, limits, name, time.monotonic(), _say)) as keeper,
     ):
+        if files is not None:
+            keeper.read(files)
         _say(f"{name} has {limits.memory} bytes for blocks of namespace {config.namespace}")
         signals = select.poll()
         signals.register(ended, select.POLLIN)
         pause = 0.0
         while not signals.poll(1000 * pause):
             pause = keeper.go_round(time.monotonic())
+        if files is not None:
+            keeper.write(files)
     return 0
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvshm.api import BlockName, Config, EngineView, KvshmError, allocate
+from kvshm.api import BlockName, Config, EngineLayout, EngineView, KvshmError, allocate
 
 from .eviction import Eviction
 from .looks import Look, Looks
 from .pace import Pace
 from .room import Room
 from .shelf import Joining, Shelf
+
+if TYPE_CHECKING:
+    from .files import Files
 
 BUSY_SECONDS, IDLE_SECONDS = 0.005, 0.05
 """Between two rounds, while something is copied and while nothing is."""
@@ -109,16 +112,21 @@ class Keeper:
         if too_many and not self._close_absent(self._looked - self._limits.absent_seconds):
             self._leave_out(view, f"blocks of {MOST_SHELVES} fingerprints are kept already")
             return
-        self._number += 1
         try:
-            shelf = Shelf(self._number, layout, self._memory, self._room, self._joining)
+            self._open_shelf(layout)
         except (KvshmError, OSError) as exc:
             self._leave_out(view, str(exc))
-            return
-        self._left_out.discard(view.fingerprint)
-        self._shelves[view.fingerprint] = shelf
-        kept = f"blocks of {shelf.layout.stride} bytes of {view.model or 'a model without a name'}"
-        self._say(f"keeping {kept}, fingerprint {view.fingerprint[:16]}")
+
+    def _open_shelf(self, layout: EngineLayout) -> Shelf:
+        """Raises KvshmError, and OSError."""
+        self._number += 1
+        shelf = Shelf(self._number, layout, self._memory, self._room, self._joining)
+        self._left_out.discard(layout.fingerprint)
+        self._shelves[layout.fingerprint] = shelf
+        self._seen.setdefault(layout.fingerprint, self._looked)
+        kept = f"blocks of {layout.stride} bytes of {layout.model or 'a model without a name'}"
+        self._say(f"keeping {kept}, fingerprint {layout.fingerprint[:16]}")
+        return shelf
 
     def _leave_out(self, view: EngineView, why: str) -> None:
         if view.fingerprint not in self._left_out:
@@ -223,6 +231,29 @@ class Keeper:
             self._eviction.use(found)
         assert found is not None
         return None if by_number[found.shelf].has_come_last(found.name) else found
+
+    # -- files
+
+    def read(self, files: Files) -> None:
+        """Keep what files hold, as far as there is room.  Before the first round; blocks while they
+        are read."""
+        count = 0
+        for file in files.read():
+            try:
+                shelf = self._shelves.get(file.layout.fingerprint)
+                shelf = shelf or self._open_shelf(file.layout)
+                stored = shelf.fill(file, self._memory.buffer, self._looked)
+            except (KvshmError, OSError) as exc:
+                self._say(f"left out: {file.path}: {exc}")
+                continue
+            for each in stored:
+                self._eviction.add(KeptName(shelf.number, each.name), each.at, each.before)
+            count += len(stored)
+        self._say(f"read {count} blocks from files")
+
+    def write(self, files: Files) -> None:
+        """Write all that is kept into files; engines may go on reading it."""
+        files.write([shelf.filled() for shelf in self._shelves.values()], self._memory.buffer)
 
     # -- the end
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshm.api import (
+    BlockContent,
     BlockName,
     Config,
     EngineLayout,
@@ -23,6 +24,9 @@ from .eviction import Place
 from .outgoing import Keepers, Outgoing
 from .room import Room
 
+if TYPE_CHECKING:
+    from .files import KeptFile
+
 SETTLE_SECONDS = 1.0
 """After a shelf has joined nothing is copied for so long: it gets to know what other keepers
 have."""
@@ -30,6 +34,8 @@ AGAIN_SECONDS = 5.0
 """Between two looks at what was let go."""
 MOST_AT_ONCE = 64
 """Blocks of one load."""
+FROM_FILE = 0
+"""Source of blocks that were read from a file: no epoch has this number."""
 MAX_BLOCKS = 1 << 20
 """Of one shelf: slots, and what is known of blocks, take memory too."""
 
@@ -48,7 +54,15 @@ class Kept(NamedTuple):
     block: int
     since: float
     source: int
-    """The epoch of the engine that it was copied from."""
+    """The epoch of the engine that it was copied from, or FROM_FILE."""
+
+
+class Filled(NamedTuple):
+    """All that one shelf keeps, and in which blocks."""
+
+    layout: EngineLayout
+    contents: Sequence[BlockContent]
+    blocks: Sequence[int]
 
 
 class Joining(NamedTuple):
@@ -181,15 +195,39 @@ class Shelf:
                 self._try_again(content.name, now)
             else:
                 self._tried.discard(content.name)
-                self._kept[content.name] = Kept(block, now, source)
-                self._names[block] = content.name
-                self._sources[source] += 1
+                self._keep(content.name, Kept(block, now, source))
                 good.append(content)
                 blocks.append(block)
-        self.node.publish_blocks(good, blocks)
+        return self._show(good, blocks)
+
+    def fill(self, file: KeptFile, memory: memoryview, now: float) -> list[Stored]:
+        """Keep what a file holds, as far as there is room and its bytes are as they were.  Raises
+        KvshmError."""
+        good, blocks = [], []
+        for row, content in enumerate(file.contents):
+            if content.name in self._kept:
+                continue
+            if (block := self.take()) is None:
+                break
+            if file.copy(row, self.layout.places(block), memory):
+                self._keep(content.name, Kept(block, now, FROM_FILE))
+                good.append(content)
+                blocks.append(block)
+            else:
+                self.room.leave(self.number, block)
+        return self._show(good, blocks)
+
+    def _keep(self, name: BlockName, kept: Kept) -> None:
+        self._kept[name] = kept
+        self._names[kept.block] = name
+        self._sources[kept.source] += 1
+
+    def _show(self, contents: Sequence[BlockContent], blocks: Sequence[int]) -> list[Stored]:
+        """Let engines read these blocks."""
+        self.node.publish_blocks(contents, blocks)
         return [
             Stored(c.name, self._place(c.group, c.key[:8]), self._place(c.group, c.parent))
-            for c in good
+            for c in contents
         ]
 
     def _try_again(self, name: BlockName, now: float) -> None:
@@ -226,7 +264,10 @@ class Shelf:
 
     def take_back(self) -> list[BlockName]:
         """Keep no more what its engine has withdrawn: it may be wrong.  Returns what that was."""
-        sources = self.node.withdrawn() & self._sources.keys()
+        withdrawn = self.node.withdrawn()
+        if withdrawn:  # a file does not say from which engine each block came
+            withdrawn |= {FROM_FILE}
+        sources = withdrawn & self._sources.keys()
         if not sources:
             return []
         names = [name for name, kept in self._kept.items() if kept.source in sources]
@@ -260,6 +301,12 @@ class Shelf:
     def byte_of(self, name: BlockName) -> int:
         """Return where a kept block begins in the memory."""
         return self._kept[name].block * self.layout.stride
+
+    def filled(self) -> Filled:
+        """Return what is kept, for a file."""
+        contents = self.node.contents()
+        blocks = [kept.block for kept in self._kept.values() if kept.block in contents]
+        return Filled(self.layout, [contents[block] for block in blocks], blocks)
 
     # -- the end
 
