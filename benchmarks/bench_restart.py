@@ -9,9 +9,9 @@ those it has, is drained in the last arm, stopped and started again.  load_traff
 describes what is sent; the keeper has ``--extra-gb`` of memory, less than the prefixes need, since
 one with room for everything has it before any drain.
 
-Measured is from the first stop until the last engine is back.  In each repetition the
-arms follow each other in an order that changes.  Prints a line of JSON for each run, and the medians
-and ratios to ``--against`` at the end.
+Measured is from the first stop until the last engine is back.  In each repetition the arms follow
+each other in an order that changes.  Prints a line of JSON for each run, and the medians and ratios
+to ``--against`` at the end.
 """
 
 from __future__ import annotations

@@ -196,7 +196,9 @@ def _lines(found: Json) -> Iterator[str]:
     for space in found["namespaces"]:
         coordinator = space["coordinator"]
         yield f"namespace {space['namespace']}: {coordinator['reason'] or 'coordinator healthy'}"
-        yield from table(_COLUMNS, [*space["engines"], *space["declined"]], if_any=("kind", "drain"))
+        yield from table(
+            _COLUMNS, [*space["engines"], *space["declined"]], if_any=("kind", "drain")
+        )
         coordinated = coordinator["code"] != Code.NO_COORDINATOR
         others = [leftover(e["epoch"], coordinated, e["engine"] or "") for e in space["ended"]]
         others += [f"engine {name_of(e)}: {'; '.join(e['reasons'])}" for e in space["unreadable"]]

@@ -42,13 +42,6 @@ def full(place: Node, toy: Toy, blocks: int) -> Keeper:
     return keeper
 
 
-def computed_again(toy: Toy, keys: list[bytes], first: int) -> None:
-    """These blocks are computed twice."""
-    for _ in range(2):
-        toy.node.retract(range(first, first + len(keys)))
-        toy.compute(keys, range(first, first + len(keys)))
-
-
 def test_a_full_keeper_gets_what_was_used_once_and_the_engine_imports_nothing(
     place: Node, toys: Toys
 ) -> None:
@@ -78,9 +71,7 @@ def test_a_full_keeper_gets_what_was_used_once_and_the_engine_imports_nothing(
     imports(b, last)
 
 
-def test_the_pid_of_a_server_means_all_engines_that_it_has_started(
-    place: Node, toys: Toys
-) -> None:
+def test_the_pid_of_a_server_means_all_engines_that_it_has_started(place: Node, toys: Toys) -> None:
     a, b = toys.pair()
     Keeper(place)
     status, found = drained(place, str(os.getppid()))
@@ -101,16 +92,15 @@ def test_undone_it_imports_again(place: Node, toys: Toys) -> None:
     assert a.node.lookup(keys).length == 6
 
 
-def test_of_a_keeper_too_small_the_most_used_blocks_have_the_room(place: Node, toys: Toys) -> None:
+def test_what_a_full_keeper_has_of_the_engine_stays(place: Node, toys: Toys) -> None:
     a, b = toys.pair()
     keeper = full(place, b, 6)
-    cold, hot = prompt(a, b"cold"), prompt(a, b"hot")
-    a.compute(cold, range(6))
-    b.compute(cold, range(12, 18))
-    b.node.retract(range(12, 18))  # used twice, like the other
-    computed_again(a, hot, 12)
-    computed_again(a, hot, 12)
-    wait_until(lambda: all(keeper.has(hot)), "it has what was used twice")
+    hot, cold = prompt(a, b"hot"), prompt(a, b"cold")
+    a.compute(hot, range(6))
+    b.compute(hot, range(6, 12))
+    keeper.wait_for(hot)
+    b.node.retract(range(6, 12))
+    a.compute(cold, range(6, 12))
     status, (found,) = drained(place, "a")
     assert (status, found["end"], found["left"]) == (1, "stalled", 6)
     assert keeper.has(hot) == [True] * 6
@@ -141,19 +131,18 @@ def test_without_a_keeper_it_says_what_is_lost(place: Node, toys: Toys) -> None:
     assert not a.node.lookup(both)
 
 
-def test_what_only_engines_in_drain_have_is_no_ones(place: Node, toys: Toys) -> None:
-    """All engines of a container are stopped together."""
+def test_engines_that_are_stopped_together_keep_nothing_for_each_other(
+    place: Node, toys: Toys
+) -> None:
     a, b = toys.pair()
-    keeper = full(place, b, 6)
     both = prompt(a, b"both")
     a.compute(both, range(6))
-    keeper.process.signal(signal.SIGSTOP)
-    b.compute(both, range(6, 12))
-    process = begun(place, "--here")
-    wait_until(lambda: in_drain(a) and in_drain(b), "both are in drain")
-    keeper.process.signal(signal.SIGCONT)
-    assert process.wait() == 0
-    assert keeper.has(both) == [True] * 6
+    b.compute(both, range(6))
+    status, found = drained(place, "--here")
+    assert (status, [each["end"] for each in found]) == (1, ["no-keeper"] * 2)
+    assert [each["left"] for each in found] == [6, 6]
+    assert in_drain(a)
+    assert in_drain(b)
 
 
 def in_drain(toy: Toy) -> bool:
@@ -242,5 +231,3 @@ def test_a_keeper_is_not_drained(place: Node, toys: Toys) -> None:
     assert "it is a keeper" in done.stderr
     with Reader(a.config) as reader:
         assert len(reader.engines()) == 2
-
-

@@ -123,7 +123,8 @@ def test_the_most_used_come_first_and_of_these_the_first_of_a_prefix() -> None:
     outgoing = Outgoing()
     assert taken(outgoing, catalogue, A, most=2) == [20, 10]
     assert taken(outgoing, catalogue, A) == [11, 12]
-    assert outgoing.taken == {name(number) for number in (10, 11, 12, 20)}
+    taken_now = [name(number) for number in (10, 11, 12, 20)]
+    assert all(outgoing.is_last(each, Catalogue()) for each in taken_now)
 
 
 def test_only_what_no_engine_has_that_goes_on_and_no_keeper_comes() -> None:
@@ -145,8 +146,15 @@ def test_what_is_computed_meanwhile_comes_a_moment_later() -> None:
 def test_once_no_engine_is_in_drain_all_may_go_again() -> None:
     catalogue, outgoing = known(a=(put(0, 1),)), Outgoing()
     taken(outgoing, catalogue, A)
+    assert outgoing.is_last(name(1), catalogue)
     assert taken(outgoing, catalogue) == []
-    assert not outgoing.taken
+    assert not outgoing.is_last(name(1), catalogue)
+
+
+def test_what_is_kept_of_an_engine_in_drain_stays() -> None:
+    catalogue, outgoing = known(a=(put(0, 1), put(1, 2)), b=(put(0, 2),)), Outgoing()
+    taken(outgoing, catalogue, A, most=0)
+    assert [outgoing.is_last(name(number), catalogue) for number in (1, 2)] == [True, False]
 
 
 def test_several_keepers_begin_with_different_blocks() -> None:

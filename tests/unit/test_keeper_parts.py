@@ -12,9 +12,9 @@ from kvshm import BlockName, Change, News
 from kvshm._base.ids import BlockId
 from kvshm.tools.keeper.admission import Known, Waiting, is_admitted
 from kvshm.tools.keeper.catalogue import Catalogue, Use
-from kvshm.tools.keeper.command import parse_size
 from kvshm.tools.keeper.pace import LEAST_BLOCK_BYTES, Pace
 from kvshm.tools.keeper.room import Room
+from kvshm.tools.options import parse_size
 
 A, B, KEEPER = 1, 2, 9
 

@@ -30,7 +30,15 @@ ROWS = [row for section in SECTIONS for row in rows(section)]
 STATES = [*records.SlotState.__members__, *records.RowState.__members__]
 CONSTANTS = sorted(name for name in vars(records) if NAMED.fullmatch(name) and name != "HASH_BYTES")
 CONSTANTS += STATES
-DIGESTS = {3: 0xC09F1A24, 4: 0x94138F6C, 5: 0x2917B0F8, 6: 0x754AB820, 7: 0xE81EBF8D, 8: 0x6A7CE748}
+DIGESTS = {
+    3: 0xC09F1A24,
+    4: 0x94138F6C,
+    5: 0x2917B0F8,
+    6: 0x754AB820,
+    7: 0xE81EBF8D,
+    8: 0x6A7CE748,
+    9: 0xCB0B786D,
+}
 """The digest of all numbers of each layout version."""
 
 

@@ -21,7 +21,7 @@ from ..node.reader import NodeReader
 from ..node.reading import EngineReading, NodeReading
 from ..node.whereabouts import ancestors
 from ..options import add_place, find_place, number, parse_size, select
-from ..output import EXIT_FAILED, Json, clean, note, show
+from ..output import EXIT_FAILED, Json, clean, show
 from ..signals import ending_signals
 from .progress import End, Found, Holder, Limits, Name, Progress, bar, decide, find, size
 
@@ -84,12 +84,12 @@ def run(asked: argparse.Namespace) -> int:
         if asked.undo:
             for drain in drains:
                 drain.table.end_drain()
-            rows = [drain.about() for drain in drains]
-            show(rows, lambda: (clean(f"{r['engine']} imports again") for r in rows), as_json=asked.json)
+            found = [drain.about() for drain in drains]
+            _say(asked, found, lambda row: f"{row['engine']} imports again")
             return 0
         with ending_signals() as ended:
             _drain(drains, Limits(asked.seconds, asked.bytes), ended, quiet=asked.json)
-    show([d.as_json() for d in drains], lambda: (clean(d.line()) for d in drains), as_json=asked.json)
+    _say(asked, [drain.as_json() for drain in drains], _line)
     return 0 if all(drain.end is End.KEPT for drain in drains) else EXIT_FAILED
 
 
@@ -200,19 +200,23 @@ class _Drain:
             "seconds": round(self._seconds, 3),
         }
 
-    def line(self) -> str:
-        found = self.as_json()
-        kept, left = size(found["kept_bytes"]), size(found["left_bytes"])
-        copied = f"{found['kept']} blocks ({kept}) were copied in {found['seconds']:.1f} s"
-        lost = f", {found['left']} ({left}) only this engine has" if found["left"] else ""
-        return f"{found['engine']}: {copied}{lost}: {_WHY[self.end or End.INTERRUPTED]}"
-
     def bar(self) -> str:
         done = self._kept, self._kept + len(self._found.alone)
         return f"{self._engine.label} {bar(*done)} {size(done[0] * self._block_bytes)}"
 
     def close(self) -> None:
         self.table.close()
+
+
+def _say(asked: argparse.Namespace, found: list[Json], line: Callable[[Json], str]) -> None:
+    show(found, lambda: (clean(line(row)) for row in found), as_json=asked.json)
+
+
+def _line(found: Json) -> str:
+    kept, left = size(found["kept_bytes"]), size(found["left_bytes"])
+    copied = f"{found['kept']} blocks ({kept}) were copied in {found['seconds']:.1f} s"
+    lost = f", {found['left']} ({left}) only this engine has" if found["left"] else ""
+    return f"{found['engine']}: {copied}{lost}: {_WHY[found['end']]}"
 
 
 def _drain(

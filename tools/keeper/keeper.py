@@ -200,12 +200,12 @@ class Keeper:
 
     def _clear(self, shelf: Shelf, slabs: Sequence[int], now: float) -> bool:
         """Let all go that other shelves keep in these slabs, and make them this shelf's to take;
-        not if one of the blocks is being filled, or has come from an engine in drain."""
+        not if one of the blocks is being filled, or engines in drain alone have it besides."""
         shelves, going = self._numbered(), list[KeptName]()
         for number, blocks in self._room.in_the_way(shelf.number, slabs).items():
             if (names := shelves[number].names_in(blocks)) is None:
                 return False
-            if any(map(shelves[number].has_come_last, names)):
+            if any(map(shelves[number].is_last, names)):
                 return False
             going += [KeptName(number, name) for name in names]
         for number, name in going:
@@ -221,8 +221,8 @@ class Keeper:
         shelf.evict(name, now)
 
     def _candidate(self) -> KeptName | None:
-        """The block that goes next: if possible one that nobody is reading, and none that has come
-        from an engine in drain."""
+        """The block that goes next: if possible one that nobody is reading, and none that engines
+        in drain alone have besides."""
         by_number, found = self._numbered(), None
         for _ in range(MOST_SPARED):
             found = self._eviction.candidate()
@@ -230,7 +230,7 @@ class Keeper:
                 return found
             self._eviction.use(found)
         assert found is not None
-        return None if by_number[found.shelf].has_come_last(found.name) else found
+        return None if by_number[found.shelf].is_last(found.name) else found
 
     # -- files
 

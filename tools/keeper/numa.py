@@ -19,7 +19,9 @@ def bind_memory(node: int) -> None:
         raise OSError(0, f"not known how on {platform.machine()}; use numactl --membind")
     if not (NODES / f"node{node}").exists():
         there = sorted(int(each.name[4:]) for each in NODES.glob("node[0-9]*"))
-        raise OSError(0, f"there is no such node; there are: {', '.join(map(str, there)) or 'none'}")
+        raise OSError(
+            0, f"there is no such node; there are: {', '.join(map(str, there)) or 'none'}"
+        )
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits

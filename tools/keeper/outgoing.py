@@ -19,17 +19,17 @@ class Keepers(NamedTuple):
     the others have not copied by then."""
 
     turn: int = 0
-    count: int = 1
+    number: int = 1
 
     def begins_with(self, name: BlockName) -> bool:
-        return name.key[0] % self.count == self.turn
+        return name.key[0] % self.number == self.turn
 
 
 class Outgoing:
     """The blocks that only engines in drain have."""
 
     def __init__(self) -> None:
-        self.taken = set[BlockName]()
+        self._taken = set[BlockName]()
         """All that were taken since the first of these drains began."""
         self._names: list[BlockName] = []
         """The hottest last."""
@@ -48,7 +48,7 @@ class Outgoing:
         """Return at most ``most`` blocks to copy now.  ``engines``: those in drain."""
         if not engines:
             self._names.clear()
-            self.taken.clear()
+            self._taken.clear()
             self._engines = engines
             return []
         if engines != self._engines or (not self._names and now >= self._listed + LIST_SECONDS):
@@ -59,8 +59,12 @@ class Outgoing:
             name = self._names.pop()
             if not is_kept(name) and _is_alone(known.holders(name), engines):
                 found.append(name)
-        self.taken.update(found)
+        self._taken.update(found)
         return found
+
+    def is_last(self, name: BlockName, known: Catalogue) -> bool:
+        """Whether a kept block would be lost if it went: engines in drain have it, or had it."""
+        return name in self._taken or _is_alone(known.holders(name), self._engines)
 
 
 def _list(

@@ -145,9 +145,7 @@ class Shelf:
             return []
         most, turn = min(most, MOST_AT_ONCE), sum(epoch < self.epoch for epoch in self._keepers)
         going, keepers = self.node.giving_away(), Keepers(turn, 1 + len(self._keepers))
-        if outgoing := self._outgoing.take(
-            most, going, self._known, self._is_kept, keepers, now
-        ):
+        if outgoing := self._outgoing.take(most, going, self._known, self._is_kept, keepers, now):
             return outgoing
         before = now - TURN_SECONDS * (1 + turn) if self._keepers else now
         return list(self._waiting.take(most, room, self._what_is_known, before))
@@ -285,13 +283,12 @@ class Shelf:
         self.room.leave(self.number, gone.block)
 
     def is_needed(self, name: BlockName) -> bool:
-        """Whether an engine is copying a block, or holds it, or it came from one that is in drain
-        now."""
-        return name in self._outgoing.taken or bool(self.node.kept([self._kept[name].block]))
+        """Whether an engine is copying a block, or holds it, or it ``is_last``."""
+        return self.is_last(name) or bool(self.node.kept([self._kept[name].block]))
 
-    def has_come_last(self, name: BlockName) -> bool:
-        """Whether a block was copied from an engine that is in drain now."""
-        return name in self._outgoing.taken
+    def is_last(self, name: BlockName) -> bool:
+        """Whether no engine has a block that goes on, but one that is in drain."""
+        return self._outgoing.is_last(name, self._known)
 
     def names_in(self, blocks: Sequence[int]) -> list[BlockName] | None:
         """Return what is kept in these places; None if one of them is being filled."""
@@ -304,9 +301,8 @@ class Shelf:
 
     def filled(self) -> Filled:
         """Return what is kept, for a file."""
-        contents = self.node.contents()
-        blocks = [kept.block for kept in self._kept.values() if kept.block in contents]
-        return Filled(self.layout, [contents[block] for block in blocks], blocks)
+        kept = {b: c for b, c in self.node.contents().items() if b in self._names}
+        return Filled(self.layout, list(kept.values()), list(kept))
 
     # -- the end
 
