@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvshm import Config, Group, LoadState, Reader, Region
-from kvshm.tools.keeper.files import SUFFIX
+from kvshm.tools.kv.kept_files import SUFFIX
 
 from .joined import TOKENS, Toy, Toys, ended, served
 from .keepers import Keeper, imports, kvshm, prompt

@@ -22,7 +22,7 @@ from .keeper import Keeper, Limits
 from .numa import bind_memory
 
 if TYPE_CHECKING:
-    from .files import Files
+    from ..kv.kept_files import Files
 
 HELP = "keep what engines have computed, in memory of its own"
 NICE = 10
@@ -103,7 +103,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _files(folder: Path) -> Files:
-    from .files import Files  # needs packages that a keeper without files does not
+    from ..kv.kept_files import Files  # needs packages that a keeper without files does not
 
     return Files(folder, _say)
 

@@ -16,7 +16,7 @@ from .room import Room
 from .shelf import Joining, Shelf
 
 if TYPE_CHECKING:
-    from .files import Files
+    from ..kv.kept_files import Files
 
 BUSY_SECONDS, IDLE_SECONDS = 0.005, 0.05
 """Between two rounds, while something is copied and while nothing is."""

@@ -25,7 +25,7 @@ from .outgoing import Keepers, Outgoing
 from .room import Room
 
 if TYPE_CHECKING:
-    from .files import KeptFile
+    from ..kv.kept_files import KeptFile
 
 SETTLE_SECONDS = 1.0
 """After a shelf has joined nothing is copied for so long: it gets to know what other keepers

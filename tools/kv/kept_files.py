@@ -19,8 +19,8 @@ from kvshm._node.protocol import abi
 from kvshm.api import BlockContent, EngineLayout
 from kvshm.errors import ConfigError, KvshmError
 
-from ..kv.block_file import BlockFile, BlockKey, Description, write
-from .shelf import Filled
+from ..keeper.shelf import Filled
+from .block_file import BlockFile, BlockKey, Description, write
 
 SUFFIX = ".kvshm-kept"
 FILE_BYTES = 256 << 20
