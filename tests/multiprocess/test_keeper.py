@@ -115,6 +115,28 @@ def test_a_cold_prompt_loses_its_end_first(place: Node, toys: Toys) -> None:
     assert 0 < keeper.metric("evicted_age_seconds_total") < 3 * PATIENCE_SECONDS
 
 
+def test_top_shows_what_its_memory_is_good_for(place: Node, toys: Toys) -> None:
+    keeper = Keeper(place, 8)
+    a, b = toys.pair()
+    cold, twice = prompt(a, b"cold", 8), prompt(a, b"twice", 3)
+    a.compute(cold, range(8))
+    keeper.wait_for(cold)
+    a.compute(twice, range(8, 11))
+    b.compute(twice, range(3))
+    keeper.wait_for(twice)
+    a.node.retract(range(8))
+    imports(b, cold[:5])
+    view = json.loads(kvshm(place, "top", "--once", "--json").stdout)
+    (shown,) = view["keepers"]
+    assert shown["pid"] == keeper.process.pid
+    assert (shown["filled_share"], shown["hit_rate"]) == (1.0, pytest.approx(5 / 11))
+    assert 0 < shown["dropped_after_seconds"] < PATIENCE_SECONDS
+    engines = {each["pid"]: each for each in view["engines"] if each["keeps"]}
+    assert engines.keys() == {keeper.process.pid}
+    (engine,) = engines.values()
+    assert (engine["duplicate_blocks"], engine["last_copy_blocks"]) == (3, 5)
+
+
 def test_engines_of_several_kinds_share_its_memory(place: Node, toys: Toys) -> None:
     """The one whose engines have gone gives way first, with all it has."""
     keeper = Keeper(place, 12, "--give-way-after", "0")

@@ -67,6 +67,7 @@ def test_blocks_are_counted_once_for_the_node_and_last_copies_for_each_engine(
     two.table.retract([BlockId(1)])
     found = engines(reader)
     assert found["one"].blocks == Blocks(26, ready=3, distinct=3, last_copies=2)
+    assert found["one"].blocks.duplicates == 1
     assert found["two"].blocks == Blocks(26, ready=1, draining=1, leased=2)
 
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from kvshm._base.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm.tools import cli
-from kvshm.tools.node.reading import EngineReading
+from kvshm.tools.node.reading import Blocks, EngineReading
 from kvshm.tools.output import clean
-from kvshm.tools.top.frame import age, duration, frame, number, rate
+from kvshm.tools.top.frame import age, duration, frame, number, rate, ratio
 from kvshm.tools.top.rates import measure
 from kvshm.tools.top.screen import print_frame
 from kvshm.tools.top.view import View, build_view
@@ -40,10 +40,11 @@ def view_of(*engines: EngineReading) -> View:
     return build_view(now, measure(idle, now), measure(None, now), measure(None, now))
 
 
-def many(number: int) -> list[EngineReading]:
+def many(number: int, keepers: int = 0) -> list[EngineReading]:
     return [
         engine(
             one,
+            keeps=one > number - keepers,
             owner_died=one == 2,
             traffic=[copied(other, 900 << 20) for other in range(1, number + 1) if other != one],
             errors=tuple(LoggedError(1, START_NS, START_NS, f"e{one}{n}") for n in range(3)),
@@ -63,10 +64,10 @@ def head_of(shown: Sequence[str], first: str = "ENGINE") -> list[str]:
 def test_a_frame_fits_any_terminal(subtests: pytest.Subtests) -> None:
     """And shows as many engines as there is room for, first those that are not well."""
     for size in [(80, 24), (200, 50), (120, 12), (40, 24), (20, 10), (20, 5), (1, 1)]:
-        for engines in [1, 2, 8, 28]:
-            with subtests.test(size=size, engines=engines):
+        for engines, keepers in [(1, 0), (2, 0), (8, 0), (28, 0), (1, 1), (8, 2), (28, 8)]:
+            with subtests.test(size=size, engines=engines, keepers=keepers):
                 width, height = size
-                shown = lines(view_of(*many(engines)), width, height)
+                shown = lines(view_of(*many(engines, keepers)), width, height)
                 assert len(shown) <= height
                 assert max(map(cell_len, shown)) <= width
                 if width >= 80 and engines > 1:
@@ -74,6 +75,7 @@ def test_a_frame_fits_any_terminal(subtests: pytest.Subtests) -> None:
                 if width >= 80 and height >= 24 and engines > 1:
                     assert any("TO \\ FROM" in line for line in shown)
                     assert any("dp2: its process has ended" in line for line in shown)
+                    assert any(line.startswith("KEEPER ") for line in shown) == bool(keepers)
 
 
 def test_all_engines_are_shown_where_they_fit() -> None:
@@ -85,14 +87,55 @@ def test_all_engines_are_shown_where_they_fit() -> None:
 def test_narrow_terminals_lose_the_least_important_columns() -> None:
     wide = head_of(lines(view_of(*many(3)), 200))
     assert wide == [
-        "ENGINE", "STATE", "PUB", "LAST", "HIT%", "PEER%", "IN", "OUT", "LEASED",
-        "DRAIN p99", "HOOK", "HOOK p99", "MODEL",
+        "ENGINE", "STATE", "PUB", "DUP", "LAST", "DUP/s", "LAST/s", "HIT%", "PEER%", "IN", "OUT",
+        "LEASED", "DRAIN p99", "HOOK", "HOOK p99", "MODEL",
     ]  # fmt: skip
     for width in range(200, 30, -7):
         narrow = head_of(lines(view_of(*many(3)), width))
         assert narrow[:2] == ["ENGINE", "STATE"]
         assert [head for head in wide if head in narrow] == narrow
     assert {"PUB", "IN", "OUT"} <= {*head_of(lines(view_of(*many(3)), 80))}
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_keepers_and_engines_in_drain_are_marked_where_others_are_healthy() -> None:
+    """Within 100 columns, in which no column gives way for it that was there before."""
+    keeper = engine(
+        3, keeps=True, blocks=Blocks(100, ready=90, last_copies=60),
+        counters={"evicted": 2, "evicted_us": 3000 * 10**6}, traffic=[copied(1, 40 << 20)],
+    )  # fmt: skip
+    draining = engine(1, in_drain=True, traffic=[copied(3, 20 << 20)])
+    shown = lines(view_of(draining, engine(2), keeper), 100)
+    head = head_of(shown)
+    assert {"DUP", "LAST", "LEASED", "DRAIN p99", "HOOK", "HOOK p99"} <= {*head}
+    at = next(n for n, line in enumerate(shown) if line.startswith("ENGINE"))
+    rows = [dict(zip(head, cells(line), strict=True)) for line in shown[at + 1 : at + 4]]
+    assert [row["STATE"] for row in rows] == ["in drain", "healthy", "keeper"]
+    assert [row["DUP"] for row in rows] == ["20", "20", "30"]
+    at = next(n for n, line in enumerate(shown) if line.startswith("KEEPER"))
+    assert [cells(line) for line in shown[at : at + 3]] == [
+        ["KEEPER", "FULL%", "IN", "OUT", "OUT/IN", "DROPS AFTER", "MODEL"],
+        ["dp3", "90.0", "42 MB/s", "21 MB/s", "0.50", "25 min", "m"],
+        [""],
+    ]
+
+
+def test_of_what_is_not_well_the_state_comes_before_the_mark() -> None:
+    dead = engine(1, in_drain=True, owner_died=True)
+    shown = lines(view_of(dead, engine(2, keeps=True, joined=False)))
+    assert any("down, in drain: its process has ended" in line for line in shown)
+    assert any("degraded, keeper: it is not in the coordinator's roster" in line for line in shown)
+
+
+def test_the_node_line_says_what_is_reused() -> None:
+    counters = {"duplicates_reused": 1200, "last_copies_reused": 3}
+    shown = lines(view_of(engine(1, counters=counters), engine(2)))
+    assert any("reused duplicates 1.2k/s, last copies 3/s" in line for line in shown)
+    wide = dict(zip(head_of(shown), cells(next(s for s in shown if s[:3] == "dp1")), strict=True))
+    assert (wide["DUP/s"], wide["LAST/s"]) == ("1.2k", "3")
 
 
 def test_pairs_that_do_not_fit_the_matrix_are_summed() -> None:
@@ -171,9 +214,10 @@ def test_units() -> None:
     assert [duration(v) for v in (None, 0, 9, 41e3, 1.3e6, 12e9)] == [
         "-", "0", "9 ns", "41 us", "1.3 ms", "12 s",
     ]  # fmt: skip
-    assert [age(v) for v in (0, 59, 300, 7200, 172800)] == [
-        "0 s", "59 s", "5 min", "2 h", "2 d",
+    assert [age(v) for v in (None, 0, 59, 300, 7200, 172800)] == [
+        "-", "0 s", "59 s", "5 min", "2 h", "2 d",
     ]  # fmt: skip
+    assert [ratio(v) for v in (None, 0, 0.625, 9.994, 12.3)] == ["-", "0.00", "0.62", "9.99", "12"]
 
 
 def test_without_rich_it_says_what_to_install(

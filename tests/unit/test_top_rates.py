@@ -10,10 +10,11 @@ import pytest
 from kvshm._base.copy_path import CopyPath
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import NO_VALUES
-from kvshm.tools.node.reading import NodeReading, PeerReading
+from kvshm._shm.traffic import Traffic
+from kvshm.tools.node.reading import Blocks, EngineReading, NodeReading, PeerReading
 from kvshm.tools.top.copies import ENOUGH_BYTES, find_copies
 from kvshm.tools.top.rates import NOTHING, measure
-from kvshm.tools.top.view import View, build_view
+from kvshm.tools.top.view import Reused, View, build_view
 
 from .looks import NOTHING_OBSERVED, SECOND, START_NS, copied, engine, node
 
@@ -146,6 +147,45 @@ def test_copies_of_own_blocks_are_neither_in_nor_out() -> None:
     assert seen.node.bytes_per_second == {OWN: GB, NVLINK: 2 * GB}
 
 
+def test_what_is_reused_is_counted_a_second_for_each_engine_and_the_node() -> None:
+    before = node(engine(1, counters={"duplicates_reused": 5, "last_copies_reused": 1}), engine(2))
+    now = node(
+        engine(1, counters={"duplicates_reused": 9, "last_copies_reused": 1}),
+        engine(2, counters={"last_copies_reused": 6}),
+        at=2.0,
+    )
+    seen = view_of(before, now)
+    assert [each.reused for each in seen.engines] == [Reused(2.0, 0.0), Reused(0.0, 3.0)]
+    assert seen.node.reused == Reused(2.0, 3.0)
+    assert view_of(None, now).node.reused == Reused(None, None)
+
+
+def test_what_an_engine_holds_is_shared_out_into_duplicates_and_last_copies() -> None:
+    (shown,) = view_of(None, node(engine(1, blocks=Blocks(100, ready=50, last_copies=30)))).engines
+    assert (shown.published_blocks, shown.duplicate_blocks, shown.last_copy_blocks) == (50, 20, 30)
+
+
+def test_a_keeper_is_judged_by_what_engines_import_of_what_it_copies() -> None:
+    def keeper(evicted: int, seconds: int, *copies: Traffic) -> EngineReading:
+        counters = {"evicted": evicted, "evicted_us": seconds * 10**6}
+        blocks = Blocks(200, ready=150)
+        return engine(9, keeps=True, counters=counters, blocks=blocks, traffic=copies)
+
+    before = node(engine(1), engine(2), keeper(1, 7, copied(1, 10 * GB)))
+    now = node(
+        engine(1, traffic=[copied(2, 5 * GB), copied(9, 3 * GB)]),
+        engine(2, traffic=[copied(9, GB)]),
+        keeper(4, 187, copied(1, 14 * GB), copied(2, 4 * GB)),
+        at=2.0,
+    )
+    (shown,) = view_of(before, now).keepers
+    assert (shown.engine, shown.filled_share) == ("dp9", 0.75)
+    assert (shown.in_bytes_per_second, shown.out_bytes_per_second) == (4 * GB, 2 * GB)
+    assert (shown.hit_rate, shown.dropped_after_seconds) == (0.5, 60.0)
+    (resting,) = view_of(now, now).keepers
+    assert (resting.hit_rate, resting.dropped_after_seconds) == (None, None)
+
+
 def test_one_engine_is_shown_with_its_pairs() -> None:
     now = node(engine(1, traffic=[copied(2, GB)]), engine(2), engine(3, traffic=[copied(1, GB)]))
     seen = view_of(None, now, wanted="dp2")
@@ -164,7 +204,8 @@ def test_the_view_is_plain_data() -> None:
     now = node(engine(1, traffic=[copied(2, GB)], errors=errors), engine(2), at=1.0)
     shown = json.loads(json.dumps(view_of(node(engine(1)), now).as_json()))
     assert list(shown) == [
-        "time", "seconds", "window_seconds", "namespaces", "node", "engines", "copies", "faults",
+        "time", "seconds", "window_seconds", "namespaces", "node", "engines", "keepers", "copies",
+        "faults",
     ]  # fmt: skip
     assert shown["copies"][0]["path"] == "nvlink"
     assert shown["engines"][0]["state"] == "healthy"

@@ -36,6 +36,11 @@ class Blocks:
     last_copies: int = 0
     """READY blocks that no other engine of the namespace has; 0 if it has ended."""
 
+    @property
+    def duplicates(self) -> int:
+        """READY blocks that another engine has, too, or the engine itself in a second block."""
+        return max(self.ready - self.last_copies, 0)
+
 
 @dataclass(frozen=True)
 class PeerReading:

@@ -42,6 +42,8 @@ class Copies:
     failed: int
     total_bytes: int
     """Since the importer's epoch began."""
+    window_bytes: int
+    """In the last minute."""
     speed: float | None = None
     """Bytes a second while a copy runs, in the last minute; None: too few to say."""
     slow: str = ""
@@ -90,6 +92,7 @@ def _of(
             blocks_per_second=last.a_second(recent.blocks) if recent else None,
             failed=longer.failed if longer else 0,
             total_bytes=row.nbytes,
+            window_bytes=longer.nbytes if longer else 0,
             speed=_speed(longer) if longer else None,
         )
 

@@ -2,6 +2,7 @@
 
 node line           always, over as many lines as it needs
 table of engines    up to half of the rest, those that are not well first if some do not fit
+keepers             up to a quarter of the rest
 matrix              up to half of what is then left
 faults              all that is left, at least FAULTS_SHOWN lines
 """
@@ -21,7 +22,7 @@ from ..output import clean
 from .copies import Copies
 from .faults import Fault
 from .grid import GAP, Column, cut, flow, table
-from .view import Engine, Tokens, View
+from .view import Engine, Keeper, Tokens, View
 
 FAULTS_SHOWN = 3
 OTHERS, UNKNOWN = "others", "-"
@@ -46,9 +47,13 @@ def frame(view: View, width: int, height: int | None) -> list[Text]:
     left = (height - len(lines)) if height is not None else 1000
     faults = min(len(view.faults), FAULTS_SHOWN)
     matrix_rows = len({(pair.namespace, pair.importer) for pair in view.copies})
-    spare = left - 2 - bool(matrix_rows) * 2 - bool(faults) * 2 - faults  # heads, empty lines
+    parts = sum(map(bool, (matrix_rows, view.keepers, faults)))
+    spare = left - 2 - 2 * parts - faults  # heads, empty lines
+    keeper_rows = min(len(view.keepers), max(spare // 4, 1))
+    spare -= keeper_rows
     engine_rows = max(min(len(view.engines), max(spare // 2, spare - matrix_rows)), 1)
     lines += [Text(), *_engines(view, name, width, engine_rows)]
+    lines += _section(list(_keepers(view.keepers, name, width, keeper_rows)))
     lines += _section(list(_matrix(view.copies, name, width, max(spare - engine_rows, 1))))
     room = height - len(lines) - 2 if height is not None else 1000
     lines += _section(list(_faults(view.faults, width, room)))
@@ -82,6 +87,10 @@ def _node(view: View) -> Iterator[Text]:
     yield Text(f"discarded {discarded} ({number(node.discarded_since_start)} in all)")
     published, distinct = number(node.published_blocks), number(node.distinct_blocks)
     yield Text(f"published {published}, distinct {distinct}")
+    reused = node.reused
+    duplicates = number(reused.duplicates_per_second)
+    last_copies = number(reused.last_copies_per_second)
+    yield Text(f"reused duplicates {duplicates}/s, last copies {last_copies}/s")
 
 
 def _hits(tokens: Tokens) -> str:
@@ -114,7 +123,10 @@ def _columns(engines: Sequence[Engine], name: Name) -> Iterator[Column]:
     yield texts("ENGINE", 0, labels, _LABEL_WIDTH)
     yield texts("STATE", 0, [_state(e) for e in engines], _STATE_WIDTH)
     yield numbers("PUB", 1, lambda e: number(e.published_blocks))
+    yield numbers("DUP", 9, lambda e: number(e.duplicate_blocks))
     yield numbers("LAST", 5, lambda e: number(e.last_copy_blocks))
+    yield numbers("DUP/s", 12, lambda e: number(e.reused.duplicates_per_second))
+    yield numbers("LAST/s", 12, lambda e: number(e.reused.last_copies_per_second))
     yield numbers("HIT%", 3, lambda e: percent(e.tokens.share(e.tokens.local + e.tokens.peer)))
     yield numbers("PEER%", 4, lambda e: percent(e.tokens.share(e.tokens.peer)))
     yield numbers("IN", 2, lambda e: rate(e.in_bytes_per_second))
@@ -122,13 +134,45 @@ def _columns(engines: Sequence[Engine], name: Name) -> Iterator[Column]:
     yield numbers("LEASED", 6, lambda e: number(e.leased_blocks))
     yield numbers("DRAIN p99", 7, lambda e: duration(e.drain_p99_ns))
     yield numbers("HOOK", 8, lambda e: duration(e.hook_mean_ns))
-    yield numbers("HOOK p99", 9, lambda e: duration(e.hook_p99_ns))
-    yield texts("MODEL", 10, [Text(clean(e.model)) for e in engines], _LABEL_WIDTH)
+    yield numbers("HOOK p99", 10, lambda e: duration(e.hook_p99_ns))
+    yield texts("MODEL", 11, [Text(clean(e.model)) for e in engines], _LABEL_WIDTH)
 
 
 def _state(engine: Engine) -> Text:
+    """A mark takes the place of "healthy", since both are as long."""
+    mark = "keeper" if engine.keeps else "in drain" if engine.in_drain else ""
+    healthy = engine.state is State.HEALTHY
+    words = [mark] if mark and healthy else [engine.state, mark]
+    style = "yellow" if healthy and engine.in_drain else _STYLES[engine.state]
     reason = f": {engine.reasons[0]}" if engine.reasons else ""
-    return Text(clean(f"{engine.state}{reason}"), _STYLES[engine.state])
+    return Text(clean(f"{', '.join(filter(None, words))}{reason}"), style)
+
+
+# -- keepers
+
+
+def _keepers(keepers: Sequence[Keeper], name: Name, width: int, rows: int) -> Iterator[Text]:
+    if not keepers:
+        return
+    shown = keepers if len(keepers) <= rows else keepers[: max(rows - 1, 1)]
+    yield from table(list(_keeper_columns(shown, name)), width)
+    if more := len(keepers) - len(shown):
+        yield cut(Text(f"and {more} more keepers", "dim"), width)
+
+
+def _keeper_columns(keepers: Sequence[Keeper], name: Name) -> Iterator[Column]:
+    def numbers(head: str, rank: int, text: Callable[[Keeper], str]) -> Column:
+        return Column(head, [Text(text(keeper)) for keeper in keepers], rank)
+
+    labels = [Text(name(keeper.namespace, keeper.engine)) for keeper in keepers]
+    yield Column("KEEPER", labels, 0, False, _LABEL_WIDTH)
+    yield numbers("FULL%", 1, lambda k: percent(k.filled_share))
+    yield numbers("IN", 3, lambda k: rate(k.in_bytes_per_second))
+    yield numbers("OUT", 3, lambda k: rate(k.out_bytes_per_second))
+    yield numbers("OUT/IN", 1, lambda k: ratio(k.hit_rate))
+    yield numbers("DROPS AFTER", 2, lambda k: age(k.dropped_after_seconds))
+    models = [Text(clean(keeper.model)) for keeper in keepers]
+    yield Column("MODEL", models, 4, False, _LABEL_WIDTH)
 
 
 # -- which engine copies from which: rows import, columns export
@@ -218,6 +262,11 @@ def percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{share * 100:.1f}"
 
 
+def ratio(value: float | None) -> str:
+    """How many times: ``0.62``, ``12``."""
+    return f"{value:.2f}" if value is not None and value < 9.995 else number(value)
+
+
 def duration(nanoseconds: float | None) -> str:
     """A time: ``0``, ``41 us``, ``1.3 ms``, ``12 s``."""
     if nanoseconds is None:
@@ -228,8 +277,10 @@ def duration(nanoseconds: float | None) -> str:
     return f"{nanoseconds:.0f} ns" if nanoseconds else "0"
 
 
-def age(seconds: float) -> str:
+def age(seconds: float | None) -> str:
     """How long ago something was: ``12 s``, ``5 min``, ``3 h``, ``2 d``."""
+    if seconds is None:
+        return UNKNOWN
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -15,7 +15,7 @@ from kvshm._base.copy_path import CopyPath
 from kvshm._shm.histograms import Distribution
 
 from ..node.health import EngineHealth, NamespaceHealth, State, judge_node
-from ..node.reading import NodeReading
+from ..node.reading import EngineReading, NodeReading
 from .copies import Copies, find_copies
 from .faults import Fault, find_faults
 from .rates import Change, Rates
@@ -54,12 +54,25 @@ class EngineName:
 
 
 @dataclass(frozen=True)
+class Reused:
+    """Blocks that were taken for other contents."""
+
+    duplicates_per_second: float | None
+    last_copies_per_second: float | None
+    """Those that went in vLLM's order, for lack of duplicates: last copies, mostly."""
+
+
+@dataclass(frozen=True)
 class Engine(EngineName):
     state: State
     reasons: tuple[str, ...]
+    keeps: bool
+    in_drain: bool
     published_blocks: int
+    duplicate_blocks: int
     last_copy_blocks: int
     leased_blocks: int
+    reused: Reused
     tokens: Tokens
     in_bytes_per_second: float | None
     out_bytes_per_second: float | None
@@ -72,6 +85,22 @@ class Engine(EngineName):
 
 
 @dataclass(frozen=True)
+class Keeper(EngineName):
+    """What a keeper's memory is good for.  A keeper is one of these for each fingerprint."""
+
+    filled_share: float | None
+    """Of its blocks."""
+    in_bytes_per_second: float | None
+    out_bytes_per_second: float | None
+    hit_rate: float | None
+    """Bytes that engines have imported from it for each byte that it has copied, in the last
+    minute; None: it has copied nothing."""
+    dropped_after_seconds: float | None
+    """For how long the blocks that it dropped in the last minute had been kept, on average; None:
+    it dropped none."""
+
+
+@dataclass(frozen=True)
 class Totals:
     tokens: Tokens
     tokens_since_start: Tokens
@@ -81,6 +110,7 @@ class Totals:
     bytes_per_second: dict[CopyPath, float]
     discarded_per_second: float | None
     discarded_since_start: int
+    reused: Reused
     published_blocks: int
     """Of engines that have not ended."""
     distinct_blocks: int
@@ -97,6 +127,7 @@ class View:
     namespaces: tuple[Namespace, ...]
     node: Totals
     engines: tuple[Engine, ...]
+    keepers: tuple[Keeper, ...]
     copies: tuple[Copies, ...]
     faults: tuple[Fault, ...]
 
@@ -124,6 +155,7 @@ def build_view(
         namespaces=tuple(map(_namespace, health.namespaces)),
         node=_totals(shown, last, minute, start, copies),
         engines=tuple(_engine(each, last, minute, copies) for each in shown),
+        keepers=tuple(_keeper(e.engine, last, minute, copies) for e in shown if e.engine.keeps),
         copies=tuple(copies),
         faults=tuple(find_faults(health, shown, copies)),
     )
@@ -168,9 +200,17 @@ def _totals(
         bytes_per_second=dict(by_path),
         discarded_per_second=last.a_second(sum(c.counted("discarded") for c in now)),
         discarded_since_start=sum(c.counted("discarded") for c in whole),
+        reused=_reused(last, now),
         published_blocks=sum(engine.blocks.ready for engine in engines if engine.is_readable),
         distinct_blocks=sum(engine.blocks.distinct for engine in engines),
         worst_lag_seconds=_worst_lag(shown),
+    )
+
+
+def _reused(last: Rates, changes: Sequence[Change]) -> Reused:
+    return Reused(
+        last.a_second(sum(change.counted("duplicates_reused") for change in changes)),
+        last.a_second(sum(change.counted("last_copies_reused") for change in changes)),
     )
 
 
@@ -188,31 +228,66 @@ def _worst_lag(shown: Sequence[EngineHealth]) -> float | None:
 
 def _engine(health: EngineHealth, last: Rates, minute: Rates, copies: Sequence[Copies]) -> Engine:
     engine = health.engine
-    epoch = f"{engine.epoch:016x}"
-    others = [p for p in copies if p.namespace == engine.namespace and p.between_engines]
+    into, out_of = _pairs(engine, copies)
     lately = minute.of(engine)
     build, output = lately.observed("hook_build"), lately.observed("hook_output")
     return Engine(
         namespace=engine.namespace,
         engine=engine.label,
-        epoch=epoch,
+        epoch=_epoch(engine),
         pid=engine.pid,
         model=engine.model,
         state=health.state,
         reasons=tuple(health.texts),
+        keeps=engine.keeps,
+        in_drain=engine.in_drain,
         published_blocks=engine.blocks.ready,
+        duplicate_blocks=engine.blocks.duplicates,
         last_copy_blocks=engine.blocks.last_copies,
         leased_blocks=engine.blocks.leased,
+        reused=_reused(last, [last.of(engine)]),
         tokens=_tokens([lately]),
-        in_bytes_per_second=_bytes(last, [p for p in others if p.importer_epoch == epoch]),
-        out_bytes_per_second=_bytes(last, [p for p in others if p.exporter_epoch == epoch]),
+        in_bytes_per_second=_rate(last, into),
+        out_bytes_per_second=_rate(last, out_of),
         drain_p99_ns=lately.observed("drain_wait").quantile(0.99),
         hook_mean_ns=_mean_of_step(build, output),
         hook_p99_ns=(build + output).quantile(0.99),
     )
 
 
-def _bytes(last: Rates, pairs: Iterable[Copies]) -> float | None:
+def _keeper(
+    engine: EngineReading, last: Rates, minute: Rates, copies: Sequence[Copies]
+) -> Keeper:
+    into, out_of = _pairs(engine, copies)
+    copied, lately, blocks = sum(p.window_bytes for p in into), minute.of(engine), engine.blocks
+    dropped = lately.counted("evicted")
+    return Keeper(
+        namespace=engine.namespace,
+        engine=engine.label,
+        epoch=_epoch(engine),
+        pid=engine.pid,
+        model=engine.model,
+        filled_share=blocks.ready / blocks.total if blocks.total else None,
+        in_bytes_per_second=_rate(last, into),
+        out_bytes_per_second=_rate(last, out_of),
+        hit_rate=sum(p.window_bytes for p in out_of) / copied if copied else None,
+        dropped_after_seconds=lately.counted("evicted_us") / 1e6 / dropped if dropped else None,
+    )
+
+
+def _pairs(engine: EngineReading, copies: Sequence[Copies]) -> tuple[list[Copies], list[Copies]]:
+    """Return what it copies from other engines, and what these copy from it."""
+    epoch = _epoch(engine)
+    others = [p for p in copies if p.namespace == engine.namespace and p.between_engines]
+    into = [pair for pair in others if pair.importer_epoch == epoch]
+    return into, [pair for pair in others if pair.exporter_epoch == epoch]
+
+
+def _epoch(engine: EngineReading) -> str:
+    return f"{engine.epoch:016x}"
+
+
+def _rate(last: Rates, pairs: Iterable[Copies]) -> float | None:
     return sum(pair.bytes_per_second or 0.0 for pair in pairs) if last.seconds else None
 
 
