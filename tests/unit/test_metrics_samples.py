@@ -189,6 +189,8 @@ def test_memory_and_leases() -> None:
     assert found("kvshm_published_blocks", HEALTHY) == {A: 5}
     assert found("kvshm_last_copy_blocks", HEALTHY) == {A: 1}
     assert found("kvshm_leases", HEALTHY) == {A: 3}
+    assert found("kvshm_in_drain", HEALTHY) == {A: 0}
+    assert found("kvshm_in_drain", replace(HEALTHY, in_drain=True)) == {A: 1}
     assert found("kvshm_oldest_lease_seconds", HEALTHY) == {("n", "a"): 4.0}
     resting = replace(HEALTHY, loads_since=())
     assert found("kvshm_oldest_lease_seconds", resting) == {("n", "a"): 0.0}
@@ -236,7 +238,7 @@ def test_an_engine_that_has_ended_keeps_its_counters_and_no_gauges_of_its_memory
     ended = replace(HEALTHY, owner_died=True, peers=(PeerReading("b", Epoch(2), False, 0, 1, 1.0),))
     shown = {name for name, series in samples_of(node(ended), UNIX).items() if series}
     gone = {
-        "blocks", "published_blocks", "keeper", "last_copy_blocks", "leases",
+        "blocks", "published_blocks", "keeper", "in_drain", "last_copy_blocks", "leases",
         "oldest_lease_seconds", "last_progress_timestamp_seconds", "pending", "peer_state",
         "replica_lacking_blocks", "replica_lag_seconds",
     }  # fmt: skip

@@ -178,6 +178,11 @@ MEMORY = (
         "namespace",
     ),
     _gauge("keeper", "1 for a keeper: an engine that computes nothing; else 0.", *ENGINE),
+    _gauge(
+        "in_drain",
+        "1 for an engine that is about to be stopped and imports nothing (kvshm drain); else 0.",
+        *ENGINE,
+    ),
     _gauge("leases", "Blocks of the engine that other engines are reading now.", *ENGINE),
     _gauge(
         "oldest_lease_seconds",

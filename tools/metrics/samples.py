@@ -151,6 +151,7 @@ def _add_state_of_memory(found: _Found, engine: EngineReading, now_ns: int) -> N
         found.add("blocks", (*labels, state), count)
     found.add("published_blocks", labels, blocks.ready)
     found.add("keeper", labels, int(engine.keeps))
+    found.add("in_drain", labels, int(engine.in_drain))
     found.add("last_copy_blocks", labels, blocks.last_copies)
     found.add("leases", labels, blocks.leased)
     if engine.clock_known:
