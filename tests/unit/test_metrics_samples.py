@@ -276,7 +276,8 @@ def test_engines_of_one_model_that_cannot_share_are_refused_by_the_field_that_di
     other = replace(HEALTHY, epoch=Epoch(2), name="b", label="b", fingerprint="ff")
     another = replace(other, epoch=Epoch(3), name="c", label="c", model="x")
     ended = replace(other, epoch=Epoch(4), name="d", label="d", owner_died=True)
-    engines = replace(HEALTHY, errors=errors), other, another, ended
+    keeper = replace(other, epoch=Epoch(5), name="e", label="e", fingerprint="ee", keeps=True)
+    engines = replace(HEALTHY, errors=errors), other, another, ended, keeper
     assert found("kvshm_peer_state", *engines) == {
         (*A, "b", "refused", "kv_dtype"): 1, (*B, "a", "refused", ""): 1,
     }  # fmt: skip

@@ -290,3 +290,5 @@ def test_an_engine_that_no_one_can_share_with_is_named() -> None:
     assert [(fault.kind, fault.engines) for fault in found] == [("alone", ("dp3",))]
     dead = engine(3, fingerprint="11", owner_died=True)
     assert {f.kind for f in view_of(None, node(engine(1), engine(2), dead)).faults} == {"state"}
+    keeper = engine(3, fingerprint="11", keeps=True)
+    assert view_of(None, node(engine(1), engine(2), keeper)).faults == ()

@@ -187,9 +187,10 @@ def _add_replica(found: _Found, labels: Labels, peer: PeerReading) -> None:
 
 
 def _refused(engine: EngineReading, space: NamespaceReading) -> Iterator[tuple[str, str]]:
-    """Yield engines of the same model that cannot share with this one, and the differing field."""
+    """Yield engines of the same model that cannot share with this one, and the differing field.  A
+    keeper has an engine for each fingerprint, which goes on when others of it have gone."""
     for other in space.engines:
-        ended = other.owner_died or other.retired
-        if not ended and other.model == engine.model and other.fingerprint != engine.fingerprint:
+        left_out = other.owner_died or other.retired or other.keeps or engine.keeps
+        if not left_out and other.model == engine.model and other.fingerprint != engine.fingerprint:
             field, _ = next(engine.differences(other.name), ("", ""))
             yield other.label, field

@@ -75,12 +75,13 @@ def _of_states(shown: Sequence[EngineHealth]) -> Iterator[Fault]:
 
 
 def _of_loners(health: NodeHealth, shown: Sequence[EngineHealth]) -> Iterator[Fault]:
-    """Engines that share nothing, because the others of their namespace differ from them."""
+    """Engines that share nothing, because the others of their namespace differ from them.  Not
+    keepers: what one keeps waits for engines that come again."""
     alike = Counter((e.namespace, e.fingerprint) for e in health.reading.engines)
     together = Counter(engine.namespace for engine in health.reading.engines)
     for each in shown:
         engine = each.engine
-        alone = alike[engine.namespace, engine.fingerprint] == 1
+        alone = alike[engine.namespace, engine.fingerprint] == 1 and not engine.keeps
         has_reason = any(reason.code is Code.ALONE for reason in each.reasons)
         if alone and each.live and not has_reason and together[engine.namespace] > 1:
             text = "shares with no engine: no other engine here has its fingerprint"
