@@ -59,7 +59,7 @@ class Reused:
 
     duplicates_per_second: float | None
     last_copies_per_second: float | None
-    """Those that went in vLLM's order, for lack of duplicates: last copies, mostly."""
+    """Those that went in vLLM's order: last copies, mostly."""
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,7 @@ def _engine(health: EngineHealth, last: Rates, minute: Rates, copies: Sequence[C
     )
 
 
-def _keeper(
-    engine: EngineReading, last: Rates, minute: Rates, copies: Sequence[Copies]
-) -> Keeper:
+def _keeper(engine: EngineReading, last: Rates, minute: Rates, copies: Sequence[Copies]) -> Keeper:
     into, out_of = _pairs(engine, copies)
     copied, lately, blocks = sum(p.window_bytes for p in into), minute.of(engine), engine.blocks
     dropped = lately.counted("evicted")
