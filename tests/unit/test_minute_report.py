@@ -56,10 +56,10 @@ def test_each_reason_for_a_miss_is_reported(table: AnyTable, clock: Clock) -> No
         table.counters.add(reason, number)
     clock.now += PERIOD_SECONDS
     assert str(report.line(table)) == (
-        "last 60 s: 0 of 91 lookups found a prefix; not imported: no peer 1, fingerprint 2, "
+        "last 60 s: 0 of 105 lookups found a prefix; not imported: no peer 1, fingerprint 2, "
         "too short 3, too long 4, no owner 5, lease lost 6, quarantined 7, computing is cheaper 8, "
         "no room 9, request not shared 10, failed before 11, cache must not be read 12, "
-        "own block 13"
+        "own block 13, in drain 14"
     )
 
 
