@@ -190,9 +190,9 @@ def test_what_happens_meanwhile_ends_it(place: Node, toys: Toys, happens: str) -
 def test_a_command_that_was_killed_has_keepers_copy_for_its_time_only(
     place: Node, toys: Toys
 ) -> None:
-    a = toys.join("a")
+    a, b = toys.pair()
+    keeper = full(place, b, 6)
     a.compute(prompt(a, b"last"), range(6))
-    keeper = Keeper(place)
     keeper.process.signal(signal.SIGSTOP)
     process = begun(place, "a", "--seconds", "1")
     wait_until(lambda: a.table.gives_away, "it has begun")

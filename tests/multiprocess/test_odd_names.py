@@ -39,6 +39,7 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
     "holders": ((), ("--json",)),
     "metrics": ((), ("--json",)),
     "config": ((), ("--kv-transfer-config", '{"kv_connector_extra_config": {"\\u001b[2J": 1}}')),
+    "drain": (("--here",), ("--here", "--json"), (NAMES[0], "--undo")),
     "clean": (("--dry-run",), ("--dry-run", "--json")),
     "kv": (
         ("dump", "FILE", "--engine", NAMES[0]),

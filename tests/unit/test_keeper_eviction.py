@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvshm.tools.keeper.eviction import Eviction, Place
@@ -91,7 +91,11 @@ class Model(RuleBasedStateMachine):
 
 
 TestEviction = Model.TestCase
-TestEviction.settings = settings(max_examples=100, stateful_step_count=30)
+TestEviction.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is
+)
 
 
 def filled(*prompts: Path) -> Eviction[Path]:

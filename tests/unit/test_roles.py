@@ -23,6 +23,8 @@ MAY = {
     "table.lease(LeaseBit(0), b'')": {PEER},
     "table.release(LeaseBit(0), b'')": {PEER},
     "table.hold(b'', 1.0)": {OWN, PEER},
+    "table.put_in_drain(1)": {PEER},
+    "table.end_drain()": {PEER},
     "table.keeps_blocks()": {OWN},
     "table.kept([])": {OWN},
     "table.kept_runs(None, 1, 1)": {OWN},
@@ -55,8 +57,8 @@ MAY = {
     "table.from_fd('', 0)": {RANK, PEER, ROSTER, VIEW},
 }
 READS = (
-    "WRITABLE age_seconds alive buffer check_integrity checksum close count_blocks died errors "
-    "heartbeat in_use keeps loads_since missing_in progress "
+    "WRITABLE age_ms age_seconds alive buffer check_integrity checksum close count_blocks died errors "
+    "gives_away heartbeat in_drain in_use keeps loads_since missing_in progress "
     "is_alive kept_until lease_bit leases_taken life name nbytes now "
     "owner_begun owner_died retired seconds_left slot slots withdrawn"
 )
