@@ -1,17 +1,18 @@
-"""Engines and the coordinator of one node under random faults, for as long as one likes.
+"""Engines, keepers and the coordinator of one node under random faults, for as long as one likes.
 
     python -m tests.multiprocess.chaos --seconds 3600 --seed 1 [--without truncate,punch]
 
 Toy engines, each with ranks in processes of their own, serve random requests: they publish,
-retract, import and begin new epochs, and compare every byte that they import with what the
-block's hash says.  Meanwhile a schedule (chaos_schedule.py; the same for the same seed) kills and
-stops them, at sync points too, cuts their memory, takes their descriptors and puts strange files
-in their way.  Afterwards the node must become whole, hold no lease, pass ``kvshm dump --check``,
-end in good order and leave nothing.  Prints what was found in words, then in one line of JSON;
-status 1 if a byte was wrong, an invariant broken, a bystander ended, or something was left.
+retract, import and begin new epochs, and compare every byte that they import, from each other and
+from keepers, with what the block's hash says.  Keepers have memory for many blocks, or for a few.
+Meanwhile a schedule (chaos_schedule.py; the same for the same seed) kills and stops them all, at
+sync points too, drains engines, cuts memory, takes descriptors and puts strange files in their way.
+Afterwards the node must become whole, hold no lease, pass ``kvshm dump --check``, end in good
+order and leave nothing.  Prints what was found in words, then in one line of JSON; status 1
+if a byte was wrong, an invariant broken, a bystander ended, or something was left.
 
-``--fault`` (a built-in wrong copy, without verification) and ``--murder`` (one engine is killed
-that the schedule does not know of) show that it can fail.
+``--fault`` (a built-in wrong copy, without verification, of engines or of keepers) and ``--murder``
+(one engine is killed that the schedule does not know of) show that it can fail.
 """
 
 from __future__ import annotations
@@ -41,20 +42,30 @@ LOOK_SECONDS = 0.05
 WHOLE_SECONDS = 90.0
 """How long the node may take to become whole; longer than a quarantine."""
 END_SECONDS = 30.0
-UNDO_TRIES = 200
+UNDO_TRIES = 600
 MORE_DESCRIPTORS = 16
 MORE_MIB = 100
 LEFT_IN_ORDER = re.compile(r".*\.lock")
+SIZES = (
+    "engine_fds",
+    "rank_fds",
+    "keeper_fds",
+    "keeper_mib",
+    "coordinator_fds",
+    "coordinator_mib",
+)
 
 
 def main() -> int:
     options = _parser().parse_args()
     if unknown := {*options.only, *options.without} - set(WEIGHTS):
         _parser().error(f"no fault is called {', '.join(unknown)}; there are {', '.join(WEIGHTS)}")
+    if not options.keepers and any(kind.startswith("keeper-") for kind in options.only):
+        _parser().error("these faults need --keepers")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     start_reaper()
     settings = {"KVSHM_FAULT": options.fault, "KVSHM_VERIFY": "0"} if options.fault else {}
-    node = ChaosNode(options.ranks, options.seed, **settings)
+    node = ChaosNode(options.ranks, options.seed, **{options.faulty: settings})
     faults = Faults(node)
     with ExitStack() as last:
         last.callback(shutil.rmtree, node.node.run_dir, ignore_errors=True)
@@ -62,7 +73,7 @@ def main() -> int:
         last.callback(_kill_ranks, node)
         last.callback(faults.undo, everything=True)
         print(f"chaos in {node.node.run_dir}, namespace {node.node.namespace}", flush=True)
-        node.start(options.engines)
+        node.start(options.engines, options.keepers)
         found = run(node, faults, options)
     return tell(found, options)
 
@@ -72,13 +83,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--keepers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of each engine")
     parser.add_argument("--only", type=_kinds, default=[], help="kinds of faults: a,b")
     parser.add_argument(
         "--each", action="store_true", help="go on until each kind of --only was really done"
     )
     parser.add_argument("--without", type=_kinds, default=[], help="kinds of faults: a,b")
-    parser.add_argument("--fault", default="", help="have every engine copy wrongly: see faults.py")
+    parser.add_argument("--fault", default="", help="have engines copy wrongly: see faults.py")
+    parser.add_argument(
+        "--faulty", choices=("engine", "keeper"), default="engine", help="whom --fault has do so"
+    )
     parser.add_argument("--murder", type=float, help="kill an engine off the schedule, then")
     return parser
 
@@ -125,6 +140,7 @@ def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[st
         "problems": dict(problems),
         "faults": dict(sorted(faults.done.items())),
         "missing": sorted(faults.missing(options.only)),
+        "drains": dict(sorted(faults.drains.items())),
         "points": dict(sorted(node.reached.items())),
         "not_undone": faults.not_undone,
         "spoilt": faults.spoilt[:50],
@@ -143,13 +159,13 @@ def _watch_until(end: float, node: ChaosNode, faults: Faults) -> None:
 
 
 def become_whole(node: ChaosNode) -> bool:
-    marks: dict[str, int] = {}
+    marks: dict[str, tuple[int, int]] = {}
     deadline = time.monotonic() + WHOLE_SECONDS
     while time.monotonic() < deadline:
         node.look()
         node.ping()
         for engine in node.engines:
-            marks.setdefault(engine.name, engine.said.get("imported", 0))
+            marks.setdefault(engine.name, _imports(engine))
         if all(_is_whole(engine, marks[engine.name], node) for engine in node.engines):
             return True
         time.sleep(LOOK_SECONDS)
@@ -158,16 +174,24 @@ def become_whole(node: ChaosNode) -> bool:
     return False
 
 
-def _is_whole(engine: Member, mark: int, node: ChaosNode) -> bool:
-    said = engine.said
-    return said.get("imported", 0) > mark and said.get("peers") == len(node.engines) - 1
+def _imports(engine: Member) -> tuple[int, int]:
+    return engine.said.get("imported", 0), engine.said.get("from_keepers", 0)
+
+
+def _is_whole(engine: Member, marks: tuple[int, int], node: ChaosNode) -> bool:
+    """Whether it knows all others, and imports, from keepers too."""
+    imported, from_keepers = (now - then for now, then in zip(_imports(engine), marks, strict=True))
+    peers = len(node.engines) - 1 + len(node.keepers)
+    imports = imported > 0 and (from_keepers > 0 or not node.keepers)
+    return imports and engine.said.get("peers") == peers
 
 
 def replace(node: ChaosNode) -> None:
     """Have those begin anew whose memory was cut, since the invariants do not speak of it, and
     those that are still to stop or die at a sync point."""
-    for member in [*node.engines, *([node.coordinator] if node.coordinator else [])]:
-        member.successor_point = ""
+    coordinator = [node.coordinator] if node.coordinator else []
+    for member in [*node.engines, *node.keepers, *coordinator]:
+        member.successor_point, member.successor_at = "", 0.0
         if member.damaged or member.point:
             node.kill(member)
     node.look()
@@ -212,8 +236,9 @@ def _dump(node: ChaosNode) -> list[str]:
 
 
 def sizes(node: ChaosNode) -> dict[str, int]:
-    """Descriptors of the fullest engine, rank and coordinator, and the coordinator's MiB."""
-    found = {"engine_fds": 0, "rank_fds": 0, "coordinator_fds": 0, "coordinator_mib": 0}
+    """The most descriptors that an engine, a rank, a keeper and the coordinator have, and the most
+    MiB of the last two."""
+    found = dict.fromkeys(SIZES, 0)
 
     def most(what: str, pid: int) -> None:
         with suppress(OSError):
@@ -223,20 +248,27 @@ def sizes(node: ChaosNode) -> dict[str, int]:
         most("engine_fds", engine.process.pid)
         for rank in engine.ranks:
             most("rank_fds", rank.pid)
-    if node.coordinator is not None:
-        pid = node.coordinator.process.pid
-        most("coordinator_fds", pid)
-        with suppress(OSError, AttributeError):
-            status = Path(f"/proc/{pid}/status").read_text()
-            found["coordinator_mib"] = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024  # type: ignore[index]
+    for kind, members in (("keeper", node.keepers), ("coordinator", [node.coordinator])):
+        for pid in (member.process.pid for member in members if member is not None):
+            most(f"{kind}_fds", pid)
+            found[f"{kind}_mib"] = max(found[f"{kind}_mib"], _mib(pid))
     return found
+
+
+def _mib(pid: int) -> int:
+    with suppress(OSError, AttributeError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024  # type: ignore[index]
+    return 0
 
 
 def end(node: ChaosNode, problems: Counter[str]) -> None:
     for engine in node.engines:
         engine.doomed = {0}
         engine.order("end")
-    _await_end(node, list(node.engines), problems)
+    for keeper in node.keepers:
+        node.kill(keeper, signal.SIGTERM)
+    _await_end(node, [*node.engines, *node.keepers], problems)
     coordinator = node.coordinator
     if coordinator is not None:
         hear_coordinator(node, coordinator)
@@ -265,6 +297,8 @@ def _await_end(node: ChaosNode, members: list[Member], problems: Counter[str]) -
         if member.process.status is None:
             problems[f"{member.name} does not end"] += 1
             member.process.kill()
+        elif member in node.keepers:
+            node.judge_keeper(member)
         elif member.process.status not in member.doomed:
             node.bystander(member.name, member.process.status, member.last_lines())
 
@@ -297,17 +331,19 @@ def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
     bad = {kind: found[kind] for kind in kinds}
     print(
         f"{found['requests']} requests, {found['loads']} loads, {found['imported']} blocks "
-        f"imported, {found['wrong']} wrong bytes; whole {found['whole_after_s']} s after the last "
-        "fault"
+        f"imported, {found['from_keepers']} of them from keepers, {found['wrong']} wrong bytes; "
+        f"whole {found['whole_after_s']} s after the last fault"
     )
-    for kind, count in [*found["faults"].items(), *found["points"].items()]:
-        print(f"  {count:6d} {kind}")
+    for counts in (found["faults"], found["drains"], found["points"]):
+        for kind, count in counts.items():
+            print(f"  {count:6d} {kind}")
     for what, things in bad.items():
         print(f"{what}: {len(things)}")
         for thing in things.items() if isinstance(things, dict) else things:
             print(f"  {thing}")
     given = {
-        name: getattr(options, name) for name in ("seed", "engines", "ranks", "only", "without")
+        name: getattr(options, name)
+        for name in ("seed", "engines", "keepers", "ranks", "only", "without")
     }
     print(json.dumps({"chaos": given, **found}), flush=True)
     return int(bool(found["wrong"] or any(bad.values())))

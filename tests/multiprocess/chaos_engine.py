@@ -21,7 +21,7 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
-from kvshm._base.ids import BlockHash, Epoch
+from kvshm._base.ids import BlockHash, BlockId, Epoch
 from kvshm._base.rundir import open_run_directory
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
@@ -108,6 +108,7 @@ class ChaosEngine(ToyEngine):
     again_at = 0.0
     unshared = 0
     contained = 0
+    from_keepers = 0
 
     def step(self, chain: list[BlockHash]) -> None:
         """One request.  No failure of the cache crosses this line, as none crosses
@@ -141,6 +142,13 @@ class ChaosEngine(ToyEngine):
             self.again_at, self.opened = time.monotonic() + AGAIN_SECONDS, None
             self.open(wait=False)
 
+    def _import(self, plan: Any, targets: list[BlockId], chain: list[BlockHash]) -> int:
+        """Counts those that have come from keepers, too, whose bytes were compared like all."""
+        good = super()._import(plan, targets, chain)
+        keeps = [run.peer.table.keeps for run in plan.runs for _ in range(run.num_blocks)]
+        self.from_keepers += sum(keeps[:good])
+        return good
+
     def reset(self) -> None:
         """Forget all blocks, as vLLM does at a reset of its prefix cache."""
         for part in (self, *self.ranks):
@@ -159,6 +167,7 @@ class ChaosEngine(ToyEngine):
             "peers": self.num_peers,
             "unshared": self.unshared,
             "contained": self.contained,
+            "from_keepers": self.from_keepers,
             "epoch": f"{table.epoch if (table := self.cache.table) else 0:016x}",
         }
 

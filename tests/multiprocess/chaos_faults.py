@@ -13,14 +13,23 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from kvshm.coordinator.__main__ import EXIT_EXHAUSTED
 
-from .chaos_node import ENGINE, ENGINE_POINTS, RANK_POINTS, ChaosNode, Member, Worker
+from .chaos_drains import drain
+from .chaos_node import (
+    ENGINE,
+    ENGINE_POINTS,
+    KEEPER_POINTS,
+    RANK_POINTS,
+    ChaosNode,
+    Member,
+    Worker,
+)
 from .chaos_schedule import Fault
 from .processes import is_stopped, remove_afterwards
 
@@ -53,6 +62,8 @@ class Faults:
         self._pending: list[tuple[float, Callable[[], None]]] = []
         self.spoilt: list[str] = []
         self.not_undone: list[str] = []
+        self.drains: Counter[str] = Counter()
+        """How drains have ended (chaos_drains.py)."""
         self._held: Counter[int] = Counter()
         """Processes that the schedule has stopped; others have stopped at a sync point."""
 
@@ -63,10 +74,15 @@ class Faults:
 
     def missing(self, kinds: Collection[str]) -> set[str]:
         """Which of these kinds no one has met yet.  What the kernel has refused was tried;
-        ``engine-point`` wants somebody who has stopped and somebody who has died there."""
+        ``engine-point`` wants somebody who has stopped and somebody who has died there,
+        ``keeper-point`` one of the two, and ``drain`` an engine that imports again."""
         met = {kind.split(":")[0] for kind in self.done if not kind.endswith(": nobody")}
-        if len({point.split(":")[1] for point in self._node.reached}) < 2:
-            met.discard("engine-point")
+        for who, wanted in (("engine", 2), ("keeper", 1)):
+            reached = [point for point in self._node.reached if point.startswith(who)]
+            if len({point.split(":")[1] for point in reached}) < wanted:
+                met.discard(f"{who}-point")
+        if not self.drains["undone"]:
+            met.discard("drain")
         return set(kinds) - met
 
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
@@ -88,13 +104,14 @@ class Faults:
     def _let_go_on_at_points(self) -> None:
         """Let who has stopped at a sync point go on some seconds later: an importer that stops in
         a copy is a slow reader, an exporter a slow writer."""
-        for member in self._node.engines:
-            self._note_stop(member, member.process.pid, member.process.signal)
+        for kind, members in (("engine", self._node.engines), ("keeper", self._node.keepers)):
+            for member in members:
+                self._note_stop(kind, member, member.process.pid, member.process.signal)
         for rank in self._node.everybody:
-            self._note_stop(rank, rank.pid, rank.signal)
+            self._note_stop("engine", rank, rank.pid, rank.signal)
 
     def _note_stop(
-        self, who: Member | Worker, pid: int, send: Callable[[signal.Signals], None]
+        self, kind: str, who: Member | Worker, pid: int, send: Callable[[signal.Signals], None]
     ) -> None:
         if ":stop" not in who.point or self._held[pid]:
             return
@@ -103,9 +120,9 @@ class Faults:
                 return
         except OSError:  # it has ended
             return
-        self._node.reached[who.point] += 1
+        self._node.reached[f"{kind} {who.point}"] += 1
         who.point = ""
-        for member in self._node.engines:
+        for member in self._members():
             if pid in member.pids():
                 member.excuse(POINT_SECONDS + RECOVERY_SECONDS)
         self._later(POINT_SECONDS, partial(send, signal.SIGCONT))
@@ -121,6 +138,10 @@ class Faults:
         running = [rank for rank in engine.ranks if rank.runs]
         return (engine, running[fault.dice % len(running)]) if running else None
 
+    def _keeper(self, fault: Fault) -> Member | None:
+        running = [keeper for keeper in self._node.keepers if keeper.process.status is None]
+        return running[int(fault.victim * len(running))] if running else None
+
     # -- ends and stops
 
     def _engine_kill(self, fault: Fault) -> None:
@@ -132,13 +153,19 @@ class Faults:
     def _engine_point(self, fault: Fault) -> str | None:
         """Have another engine take an engine's place, which stops or dies at a sync point, or a
         rank of which does."""
-        engines = [e for e in self._node.engines if not (e.point or e.successor_point)]
-        if not engines:
+        return self._point(self._node.engines, POINTS, fault)
+
+    def _keeper_point(self, fault: Fault) -> str | None:
+        return self._point(self._node.keepers, KEEPER_POINTS, fault)
+
+    def _point(self, members: Sequence[Member], points: Sequence[str], fault: Fault) -> str | None:
+        waiting = [m for m in members if not (m.point or m.successor_point)]
+        if not waiting:
             return "nobody"  # all are on their way to one
-        engine, dice = engines[int(fault.victim * len(engines))], random.Random(fault.dice)
+        member, dice = waiting[int(fault.victim * len(waiting))], random.Random(fault.dice)
         action = dice.choice(("kill", "kill", "stop"))
-        engine.successor_point = f"{dice.choice(POINTS)}:{action}:{dice.choice(VISITS)}"
-        self._node.kill(engine)
+        member.successor_point = f"{dice.choice(points)}:{action}:{dice.choice(VISITS)}"
+        self._node.kill(member)
         return None
 
     def _engine_stop(self, fault: Fault) -> None:
@@ -194,6 +221,30 @@ class Faults:
         self._stop(coordinator, fault)
         return None
 
+    def _keeper_kill(self, fault: Fault, number: signal.Signals = signal.SIGKILL) -> str | None:
+        if (keeper := self._keeper(fault)) is None:
+            return "nobody"
+        keeper.successor_at = time.monotonic() + fault.seconds
+        self._node.kill(keeper, number)
+        return None
+
+    def _keeper_term(self, fault: Fault) -> str | None:
+        return self._keeper_kill(fault, signal.SIGTERM)
+
+    def _keeper_stop(self, fault: Fault) -> str | None:
+        if (keeper := self._keeper(fault)) is None:
+            return "nobody"
+        self._stop(keeper, fault)
+        return None
+
+    def _drain(self, fault: Fault) -> None:
+        self._take_steps(drain(self._node, self._engine(fault), fault, self.drains))
+
+    def _take_steps(self, steps: Iterator[float]) -> None:
+        """Take the next step of something, and the others after the pauses that they yield."""
+        if (pause := next(steps, None)) is not None:
+            self._later(pause, partial(self._take_steps, steps))
+
     # -- memory
 
     def _files(self) -> Iterator[Path]:
@@ -214,8 +265,9 @@ class Faults:
         return named or self._members()
 
     def _members(self) -> list[Member]:
-        coordinator = self._node.coordinator
-        return self._node.engines + ([coordinator] if coordinator else [])
+        node = self._node
+        coordinator = [node.coordinator] if node.coordinator else []
+        return [*node.engines, *node.keepers, *coordinator]
 
     def _truncate(self, fault: Fault) -> str | None:
         return self._spoil(fault, _cut)
@@ -272,9 +324,10 @@ class Faults:
         self._later(fault.seconds + RECOVERY_SECONDS, lambda: processes.forget(greedy))
 
     def _descriptors(self, fault: Fault) -> str | None:
-        """Leave an engine's or a rank's process a few descriptors more than it has in use.
+        """Leave a process of an engine or keeper a few descriptors more than it has in use.
         Not the coordinator: libzmq aborts it if a connection comes before it has noticed."""
-        members = [member for member in self._node.engines if member.has_begun]
+        engines_and_keepers = [*self._node.engines, *self._node.keepers]
+        members = [member for member in engines_and_keepers if member.has_begun]
         if not members:
             return "nobody"
         member = members[int(fault.victim * len(members))]

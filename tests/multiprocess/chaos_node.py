@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ import zmq
 from kvshm._base.rundir import command_endpoint
 from kvshm._base.syncpoints import VARIABLE
 from kvshm._node.protocol import Heartbeat, encode
+from kvshm.errors import SegmentNotFound
 
 from .processes import Managed, Node, Processes, has_ended
 
@@ -35,21 +37,45 @@ ENGINE_POINTS = (
 )
 RANK_POINTS = ("COPY_BEGINS", "COPIED", "RELEASED")
 """The sync points that an engine's own process reaches, and those that a rank's reaches."""
+KEEPER_POINTS = (
+    "PUBLISH_FILLED",
+    "PUBLISHED",
+    "RETRACTED",
+    "LOAD_PLANNED",
+    "BEAT",
+    *RANK_POINTS,
+)
+"""Those that a keeper reaches, which takes no leases, and whose ranks are threads."""
+KEEPER_BLOCKS = (200, 24, 6)
+"""For how many blocks keepers have memory: for more than there are, for some, and for so few that
+one block drives another out all the time."""
+BLOCK_BYTES = 2 * 65536
+"""Of one rank (chaos_engine.py)."""
 RANK_ENDED = 3
 """Exit status of an engine whose rank has ended (chaos_engine.py)."""
+NOT_SERVING = 1
+"""Exit status of a keeper that cannot go on, and says why."""
 SILENT_SECONDS = 30.0
 """A process that runs, and of which nothing has been heard for so long, hangs."""
 UNANSWERED_SECONDS = 10.0
 """The same for the coordinator, which is asked each second."""
 SAID_SECONDS = 0.3
 LAST_LINES = 6
-COUNTED = ("requests", "loads", "imported", "wrong", "unshared", "contained")
+COUNTED = ("requests", "loads", "imported", "from_keepers", "wrong", "unshared", "contained")
 """What is added up over all engines (chaos_engine.py)."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Quiet(Processes):
     """Processes whose lines no one wants to see at the end: there are thousands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = _children()  # the reaper
+
+    def children(self) -> list[str]:
+        """The pids of all children of this process that have come since."""
+        return [pid for pid in _children() if pid not in self._before]
 
     def forget(self, process: Managed) -> None:
         """Let go of what is kept of one, which has ended or is to end now.  Its last lines are
@@ -97,7 +123,7 @@ class Worker:
 
 @dataclass
 class Member:
-    """The coordinator, or an engine with its ranks."""
+    """The coordinator, a keeper, or an engine with its ranks."""
 
     process: Managed
     name: str
@@ -105,6 +131,8 @@ class Member:
     ranks: list[Worker] = field(default_factory=list)
     point: str = ""
     successor_point: str = ""
+    successor_at: float = 0.0
+    """Another one takes a keeper's place no sooner."""
     was_ended: bool = False
     """Whether the run has ended it: then it has not come to its sync point, or no one can tell."""
     damaged: bool = False
@@ -115,7 +143,7 @@ class Member:
     said: dict[str, Any] = field(default_factory=dict)
     lines: int = 0
     ended_at: float = 0.0
-    requests: int = 0
+    pauses: str = ""
 
     def excuse(self, seconds: float) -> None:
         self.excused_until = max(self.excused_until, time.monotonic() + seconds)
@@ -132,7 +160,8 @@ class Member:
 
     @property
     def has_begun(self) -> bool:
-        return "requests" in self.said or "event=serving" in str(self.process.err)
+        begun = "event=serving" in str(self.process.err) or "for blocks of" in str(self.process.out)
+        return begun or "requests" in self.said
 
     def pids(self) -> list[int]:
         return [self.process.pid, *(rank.pid for rank in self.ranks if rank.runs)]
@@ -152,6 +181,15 @@ class Member:
                 with suppress(ProcessLookupError):
                     doomed = dies_at(self.point, RANK_POINTS)
                     self.ranks.append(Worker(pid, os.pidfd_open(pid), doomed, self.point))
+
+    def watch_pauses(self) -> None:
+        """Hear a keeper, which says nothing: its main thread pauses often, if it is not to end."""
+        with suppress(OSError):  # it has ended
+            pid = self.process.pid
+            status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+            pauses = re.findall(r"^voluntary_ctxt_switches.*", status, re.M)[0]
+            if pauses != self.pauses and not self.was_ended:
+                self.pauses, self.heard_at = pauses, time.monotonic()
 
     def order(self, what: str) -> None:
         with suppress(OSError):
@@ -189,11 +227,11 @@ class Pinger:
 
 
 class ChaosNode:
-    """Engines and the coordinator of one namespace, kept running from ``start`` on."""
+    """Engines, keepers and the coordinator of one namespace, kept running from ``start`` on."""
 
-    def __init__(self, ranks: int, seed: int, **settings: str) -> None:
+    def __init__(self, ranks: int, seed: int, **settings: dict[str, str]) -> None:
+        """``settings``: of each ``engine``, of each ``keeper``."""
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks whose engine is gone come to us
-        self._before = _children()  # the reaper
         self.processes = Quiet()
         self.node = Node(self.processes)
         self.settings, self._num_ranks = settings, ranks
@@ -206,33 +244,46 @@ class ChaosNode:
         self.coordinator_due = 0.0
         self._pinger = Pinger(command_endpoint(self.node.run_dir, self.node.namespace))
         self.engines: list[Member] = []
+        self.keepers: list[Member] = []
         self.reached: Counter[str] = Counter()
         """How often processes have stopped or died at each sync point."""
 
     # -- start
 
-    def start(self, engines: int) -> None:
+    def start(self, engines: int, keepers: int) -> None:
         self.start_coordinator()
-        for _ in range(engines):
-            self.engines.append(self.start_engine())
+        self.engines += [self.start_engine() for _ in range(engines)]
+        self.keepers += [self.start_keeper() for _ in range(keepers)]
 
     def start_engine(self, point: str = "") -> Member:
         """``point``: the sync point at which it stops or dies."""
         self.started += 1
-        environ = {
+        argv = (ENGINE, "--seed", str(self.started), "--ranks", str(self._num_ranks))
+        name, environ = f"engine-{self.started}", self.environ("engine", point)
+        process = self.processes.start(name, sys.executable, *argv, environ=environ)
+        doomed = {-signal.SIGKILL} if dies_at(point, ENGINE_POINTS) else set()
+        return Member(process, name, doomed, point=point)
+
+    def start_keeper(self, point: str = "") -> Member:
+        """``point``: as for an engine."""
+        self.started += 1
+        blocks = KEEPER_BLOCKS[self.started // 2 % len(KEEPER_BLOCKS)]
+        memory = str(blocks * BLOCK_BYTES * self._num_ranks)
+        argv = ("-P", "-m", "kvshm.tools.cli", "keeper", "--memory", memory)
+        name, environ = f"keeper-{self.started}", self.environ("keeper", point)
+        process = self.processes.start(name, sys.executable, *argv, environ=environ)
+        doomed = {-signal.SIGKILL} if dies_at(point, KEEPER_POINTS) else set()
+        return Member(process, name, doomed, point=point)
+
+    def environ(self, kind: str, point: str = "") -> dict[str, str]:
+        """The settings of a process that is started next."""
+        return {
             "KVSHM_RUN_DIR": str(self.node.run_dir),
             "KVSHM_NAMESPACE": self.node.namespace,
             "KVSHM_VERIFY": str(self.started % 2),
             **({VARIABLE: point} if point else {}),
-            **self.settings,
+            **self.settings.get(kind, {}),
         }
-        argv = (ENGINE, "--seed", str(self.started))
-        name = f"engine-{self.started}"
-        process = self.processes.start(
-            name, sys.executable, *argv, "--ranks", str(self._num_ranks), environ=environ
-        )
-        doomed = {-signal.SIGKILL} if dies_at(point, ENGINE_POINTS) else set()
-        return Member(process, name, doomed, point=point)
 
     def start_coordinator(self) -> None:
         self.started += 1
@@ -252,6 +303,7 @@ class ChaosNode:
                 self.engines[index] = self.start_engine(engine.successor_point)
             elif engine.silence > SILENT_SECONDS:
                 self._hang(engine)
+        self._look_at_keepers()
         self._look_at_coordinator()
         self.look_at_orphans()
 
@@ -272,7 +324,7 @@ class ChaosNode:
     def _judge_engine(self, engine: Member) -> None:
         status = engine.process.status
         if dies_at(engine.point, ENGINE_POINTS + RANK_POINTS) and not engine.was_ended:
-            self.reached[engine.point] += 1
+            self.reached[f"engine {engine.point}"] += 1
         lost = engine.said.get("rank_ended")
         if lost is not None and status == RANK_ENDED:
             if not (lost == -signal.SIGKILL and any(rank.doomed for rank in engine.ranks)):
@@ -304,6 +356,27 @@ class ChaosNode:
         member.doomed |= {0} if in_order else {0, -number}
         member.was_ended = True
         member.process.signal(number)
+
+    def _look_at_keepers(self) -> None:
+        for index, keeper in enumerate(self.keepers):
+            keeper.watch_pauses()
+            if keeper.process.status is not None:
+                if keeper.has_said_all and time.monotonic() >= keeper.successor_at:
+                    self.judge_keeper(keeper)
+                    self.processes.forget(keeper.process)
+                    self.keepers[index] = self.start_keeper(keeper.successor_point)
+            elif keeper.silence > SILENT_SECONDS:
+                self._hang(keeper)
+
+    def judge_keeper(self, keeper: Member) -> None:
+        """Note how it has ended, and what it has gone on after that no one has foreseen."""
+        status, lines = keeper.process.status, keeper.last_lines()
+        if dies_at(keeper.point, KEEPER_POINTS) and not keeper.was_ended:
+            self.reached[f"keeper {keeper.point}"] += 1
+        if status not in keeper.doomed and not (keeper.damaged and status == NOT_SERVING):
+            self.bystander(keeper.name, status, lines)
+        elif "Traceback" in str(keeper.process.err) and not keeper.damaged:
+            self.bystander(f"{keeper.name}, before", "a failure in the keeper", lines)
 
     def _look_at_coordinator(self) -> None:
         coordinator = self.coordinator
@@ -353,15 +426,20 @@ class ChaosNode:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if status := os.waitstatus_to_exitcode(found[1]):
                     self.bystander(f"process {found[0]}, a stray", status, [])
-        return [pid for pid in _children() if pid not in self._before]
+        return self.processes.children()
 
     def leases(self) -> Counter[str]:
-        """How many blocks of each engine somebody holds a lease on.  Raises SegmentError where an
-        engine that runs hands out no table."""
-        found = Counter[str]()
-        for engine in self.engines:
-            with closing(self.node.segments.view(int(engine.said["epoch"], 16))) as table:
-                found[engine.name] = sum(bool(slot.leases) for slot in table.slots())
+        """How many blocks of each engine and keeper somebody holds a lease on.  Raises SegmentError
+        where an engine that runs hands out no table."""
+        found, epochs = Counter[str](), {int(e.said["epoch"], 16): e.name for e in self.engines}
+        for epoch in epochs.keys() | self.node.sockets():
+            try:
+                with closing(self.node.segments.view(epoch)) as table:
+                    leased = sum(bool(slot.leases) for slot in table.slots())
+                    found[epochs.get(epoch, table.engine)] = leased
+            except SegmentNotFound:
+                if epoch in epochs:
+                    raise
         return +found
 
     def ping(self) -> None:

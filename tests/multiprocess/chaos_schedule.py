@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 SEEDS = (1, 2, 3, 5, 8, 13, 21, 34)
-"""Seeds of the runs that docs/reliability.md tells of; the short run of the tests has the first."""
+"""Seeds of the runs of the tests."""
 
 WEIGHTS = {
     "engine-kill": 12,
@@ -19,6 +19,11 @@ WEIGHTS = {
     "coordinator-kill": 6,
     "coordinator-term": 4,
     "coordinator-stop": 6,
+    "keeper-kill": 6,
+    "keeper-term": 3,
+    "keeper-point": 6,
+    "keeper-stop": 6,
+    "drain": 10,
     "truncate": 14,
     "punch": 4,
     "connections": 5,
@@ -29,7 +34,15 @@ WEIGHTS = {
 """Every kind of fault and how often it comes, beside the others."""
 
 _GAP_SECONDS = (0.1, 1.0)
-_LONG = {"coordinator-kill": (0.0, 0.0, 1.0, 6.0), "coordinator-term": (0.0, 0.0, 1.0, 6.0)}
+_LONG = {
+    "coordinator-kill": (0.0, 0.0, 1.0, 6.0),
+    "coordinator-term": (0.0, 0.0, 1.0, 6.0),
+    "keeper-kill": (0.0, 0.0, 1.0, 6.0),
+    "keeper-term": (0.0, 0.0, 1.0, 6.0),
+    "keeper-stop": (0.1, 1.0, 4.0, 8.0),
+}
+"""Seconds that another one stays away, or that a keeper stands still, some longer than it takes to
+be suspected."""
 
 
 class Fault(NamedTuple):

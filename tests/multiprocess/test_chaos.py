@@ -19,7 +19,7 @@ import pytest
 from kvshm._base.syncpoints import SyncPoint
 
 from .chaos_faults import SHM
-from .chaos_node import ENGINE_POINTS, RANK_POINTS
+from .chaos_node import ENGINE_POINTS, KEEPER_POINTS, RANK_POINTS
 from .chaos_schedule import SEEDS, WEIGHTS, Fault, schedule
 from .processes import PATIENCE_SECONDS, Managed, real_processes, wait_until
 
@@ -32,6 +32,10 @@ ENDS = (
     "rank-kill",
     "engine-kill",
     "engine-term",
+    "keeper-kill",
+    "keeper-term",
+    "keeper-stop",
+    "drain",
     "truncate",
 )
 
@@ -50,6 +54,7 @@ def each(kinds: Iterable[str], seed: int = SEEDS[0]) -> tuple[str, ...]:
 def check_clean(status: int, found: dict[str, Any], kinds: Collection[str]) -> None:
     assert set(kinds).isdisjoint(found["missing"])
     assert found["imported"] > 100
+    assert found["from_keepers"] > 10
     bad = ("bystanders", "violations", "leaks", "problems", "not_undone")
     assert {kind: found[kind] for kind in bad if found[kind]} == {}
     assert (status, found["wrong"]) == (0, 0)
@@ -63,16 +68,18 @@ def test_a_seed_stands_for_its_faults() -> None:
     less = [fault for fault in first(1) if fault.kind != "engine-kill"]
     assert first(1, "engine-kill")[: len(less)] == less
     assert {fault.kind for fault in first(1)} == set(WEIGHTS)
-    assert {*ENGINE_POINTS, *RANK_POINTS} == set(SyncPoint.__members__)
+    assert {*ENGINE_POINTS, *RANK_POINTS} == set(SyncPoint.__members__) >= {*KEEPER_POINTS}
 
 
 def test_ends_of_processes_harm_no_one() -> None:
-    """Two ranks each: one that ends takes its engine along."""
-    check_clean(*chaos("--seconds", "8", "--ranks", "2", *each(ENDS)), ENDS)
+    """Two ranks each: one that ends takes its engine along.  The seed soon has all of these."""
+    options = ("--seconds", "8", "--ranks", "2", "--keepers", "1")
+    check_clean(*chaos(*options, *each(ENDS, SEEDS[5])), ENDS)
 
 
 def test_deaths_and_stops_at_sync_points_harm_no_one() -> None:
-    check_clean(*chaos("--seconds", "8", *each(["engine-point"])), ["engine-point"])
+    options = ("--seconds", "8", "--keepers", "1")
+    check_clean(*chaos(*options, *each(["engine-point"])), ["engine-point"])
 
 
 @pytest.mark.long
@@ -90,13 +97,25 @@ def test_only_a_killed_process_ends(seed: int) -> None:
     ],
 )
 def test_a_wrong_copy_is_seen(fault: str) -> None:
-    status, found = chaos("--seconds", "1", "--only", "engine-stop", "--fault", fault)
+    options = ("--seconds", "1", "--only", "engine-stop", "--keepers", "0")
+    status, found = chaos(*options, "--fault", fault)
+    assert status == 1
+    assert found["wrong"] > 0
+
+
+@pytest.mark.long
+def test_a_wrong_copy_that_a_keeper_has_is_seen() -> None:
+    """Engines copy rightly, and have wrong bytes from keepers only."""
+    options = ("--seconds", "1", "--only", "engine-stop", "--faulty", "keeper")
+    status, found = chaos(*options, "--fault", "shift")
     assert status == 1
     assert found["wrong"] > 0
 
 
 def test_a_death_off_the_schedule_is_seen() -> None:
-    status, found = chaos("--seconds", "2", "--only", "engine-stop", "--murder", "1")
+    status, found = chaos(
+        "--seconds", "2", "--only", "engine-stop", "--keepers", "0", "--murder", "1"
+    )
     assert status == 1
     assert [each["ended"] for each in found["bystanders"]] == ["SIGKILL"]
 
@@ -126,11 +145,11 @@ def begun(run: Managed) -> tuple[str, str]:
 
 def test_a_run_that_is_killed_leaves_nothing() -> None:
     with real_processes() as processes:
-        options = ("--seconds", "600", "--only", "foreign", "--engines", "2")
+        options = ("--seconds", "600", "--only", "foreign", "--engines", "2", "--keepers", "1")
         run = processes.python("chaos", "-m", "tests.multiprocess.chaos", *options)
         run_dir, namespace = begun(run)
         wait_until(lambda: bool(planted(namespace)), "something strange lies there")
-        assert len(started_in(run_dir)) >= 3, "coordinator, engines, ranks"
+        assert len(started_in(run_dir)) >= 4, "coordinator, engines, ranks, keeper"
         run.signal(signal.SIGKILL)
         wait_until(lambda: not started_in(run_dir), "all have ended", PATIENCE_SECONDS)
         wait_until(lambda: not planted(namespace), "what was planted is removed")
