@@ -120,6 +120,15 @@ class Worker:
     def runs(self) -> bool:
         return self.pidfd >= 0 and not has_ended(self.pidfd)
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its parent has yet to take its status."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
 
 @dataclass
 class Member:
@@ -412,6 +421,8 @@ class ChaosNode:
         try:
             _, status = os.waitpid(rank.pid, os.WNOHANG)
         except ChildProcessError:  # its engine runs, or has waited for it and told
+            if rank.is_waited_for:  # perhaps by us, if its engine ends before that
+                return
             status = 0
         ended = os.waitstatus_to_exitcode(status)
         if ended and not (ended == -signal.SIGKILL and rank.doomed):
