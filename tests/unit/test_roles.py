@@ -57,10 +57,10 @@ MAY = {
     "table.from_fd('', 0)": {RANK, PEER, ROSTER, VIEW},
 }
 READS = (
-    "WRITABLE age_ms age_seconds alive buffer check_integrity checksum close count_blocks died errors "
-    "gives_away heartbeat in_drain in_use keeps loads_since missing_in progress "
-    "is_alive kept_until lease_bit leases_taken life name nbytes now "
-    "owner_begun owner_died retired seconds_left slot slots withdrawn"
+    "WRITABLE age_ms age_seconds alive buffer check_integrity checksum close count_blocks "
+    "died errors gives_away heartbeat in_drain in_use keeps loads_since missing_in progress "
+    "is_alive kept_until lease_bit leases_taken life name nbytes now owner_begun owner_died "
+    "retired seconds_left slot slots withdrawn"
 )
 GIVES = {
     "view(1)": VIEW,
