@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvshm._node.peers import Peers
 from kvshm._node.protocol import EngineInfo, RankInfo
 from kvshm._node.segment_server import SegmentClient, SegmentServer, serve_epoch
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.errors import CorruptSegment
 from kvshm.version import __version__
 
 
@@ -83,7 +84,8 @@ class EpochState:
         if not leaves:
             self.table.withdraw()
         self.table.retire()
-        self.table.reset()
+        with suppress(CorruptSegment):  # somebody spoilt it: no one can lease from it either
+            self.table.reset()
         self.table.end_life(None)
         self.server.close()
         self.peers.close()
