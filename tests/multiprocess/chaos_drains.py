@@ -15,7 +15,7 @@ from .processes import Managed
 
 NOT_KEPT, NO_ENGINE = 1, 4
 """Exit statuses of ``kvshm drain``, of ``--undo`` also where an engine does not answer."""
-HANGS_SECONDS = 30.0
+HANGS_SECONDS = 60.0
 """A command that takes so much longer than it was given hangs."""
 POLL_SECONDS = 0.1
 MOST_LINES = 30
