@@ -104,8 +104,9 @@ class Copy(Protocol):
         any more and the state never changes."""
 
     def cancel(self) -> None:
-        """Request an early end: parts not yet started are skipped, and the copy ends FAILED (or
-        DONE, if it was faster).  Only ``poll`` tells when the copy has ended."""
+        """Request an early end: parts not yet started are skipped, as far as they can be, and the
+        copy ends FAILED (or DONE, if it was faster).  Only ``poll`` tells when the copy has
+        ended."""
 
     def fence(self) -> bool:
         """Make all work that the model launches from now on wait for the end of this copy, without

@@ -13,8 +13,10 @@ import weakref
 from contextlib import suppress
 
 from kvshm import _native
+from kvshm._base.forks import close_in_children
 from kvshm._shm.available_memory import reserve
-from kvshm.errors import TransportError
+from kvshm._shm.fds import size_of_sealed
+from kvshm.errors import SegmentError, TransportError
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
 
@@ -25,6 +27,20 @@ def _seal(fd: int) -> None:
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+
+
+def map_read_only(fd: int) -> mmap.mmap:
+    """Map all of a peer's KV memory; the descriptor stays the caller's.  Raises TransportError
+    unless it is sealed."""
+    try:
+        size = size_of_sealed(fd, "the peer's KV memory")
+        mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    except SegmentError as exc:
+        raise TransportError(str(exc)) from exc
+    except (OSError, ValueError) as exc:
+        raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
+    close_in_children(mapping)
+    return mapping
 
 
 class KVMemory:

@@ -25,7 +25,6 @@ import msgspec
 
 from kvshm import _native
 from kvshm._base.copy_path import CopyPath
-from kvshm._base.forks import close_in_children
 from kvshm._base.ids import BlockId, Epoch
 from kvshm._shm.descriptors import (
     MEMORY_KIND,
@@ -34,13 +33,13 @@ from kvshm._shm.descriptors import (
     Request,
     ask,
 )
-from kvshm._shm.fds import close_all, peer_has_closed, sibling_socket, size_of_sealed
+from kvshm._shm.fds import close_all, peer_has_closed, sibling_socket
 from kvshm.config import Fault
-from kvshm.errors import SegmentError, SegmentNotFound, TransportError
+from kvshm.errors import SegmentNotFound, TransportError
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
-from .memory import KVMemory
+from .memory import KVMemory, map_read_only
 from .own_cache import OwnCache
 from .regions import block_checksum, check_blocks, count_blocks
 
@@ -63,19 +62,7 @@ def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mma
     wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
     if len(fds) != wanted:
         raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
-    try:
-        sizes = [size_of_sealed(fd, "the peer's KV memory") for fd in fds]
-        mappings = [
-            mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-            for fd, size in zip(fds, sizes, strict=True)
-        ]
-    except SegmentError as exc:
-        raise TransportError(str(exc)) from exc
-    except (OSError, ValueError) as exc:
-        raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
-    for mapping in mappings:
-        close_in_children(mapping)
-    return mappings
+    return [map_read_only(fd) for fd in fds]
 
 
 def _fetch_memory(

@@ -15,19 +15,20 @@ from gpu_peer import GpuPeer, PeerError
 from kvshm import errors
 from kvshm._base.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.transport.cuda.driver import Route
 
 PROGRAM = str(Path(__file__).with_name("cuda_rank.py"))
-_idle: list[tuple[tuple[str, bool], GpuPeer]] = []
+_idle: list[tuple[tuple[str, str], GpuPeer]] = []
 
 
 class RankProcess:
-    def __init__(self, library: str, virtual: bool) -> None:
+    def __init__(self, library: str, kind: str) -> None:
         """``library``: the directory of a libcuda.so.1 to use instead of the installed one.
-        ``virtual``: share VMM memory."""
-        self.virtual = virtual
-        self._kind = (library, virtual)
-        for number, (kind, peer) in enumerate(_idle):
-            if kind == self._kind:
+        ``kind``: of the memory that it shares, as export.py names it."""
+        self.kind = kind
+        self._kind = (library, kind)
+        for number, (found, peer) in enumerate(_idle):
+            if found == self._kind:
                 self._peer = peer
                 del _idle[number]
                 return
@@ -76,6 +77,7 @@ class RemoteAttachment:
     process: RankProcess
     number: int
     epoch: Epoch
+    route: Route
     ended = False
 
     def begin_copy(
@@ -105,7 +107,7 @@ class RemoteTransport:
         self.process = process
         packed = msgspec.msgpack.encode(list(regions)).hex()
         build = {"sizes": list(sizes), "regions": packed, "fault": fault}
-        process.call("build", virtual=process.virtual, **build)
+        process.call("build", kind=process.kind, **build)
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         packed = bytes.fromhex(self.process.call("export", epoch=epoch))
@@ -113,8 +115,8 @@ class RemoteTransport:
 
     def attach(self, descriptor: MemoryDescriptor) -> RemoteAttachment:
         packed = msgspec.msgpack.encode(descriptor).hex()
-        number = self.process.call("attach", descriptor=packed)
-        return RemoteAttachment(self.process, number, Epoch(descriptor.epoch))
+        number, route = self.process.call("attach", descriptor=packed)
+        return RemoteAttachment(self.process, number, Epoch(descriptor.epoch), Route(route))
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         return list(self.process.call("checksum", blocks=list(blocks)))

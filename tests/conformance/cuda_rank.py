@@ -17,6 +17,7 @@ from kvshm.transport.cuda.driver import write
 from kvshm.transport.cuda.export import DeviceMemory
 from kvshm.transport.cuda.nvidia import NvidiaDriver
 from kvshm.transport.cuda.transport import CudaIpcTransport
+from kvshm.transport.memory import KVMemory
 
 
 class Rank:
@@ -26,36 +27,44 @@ class Rank:
         self.driver = NvidiaDriver(device)
         self.stream = self.driver.new_stream()
         self.spare: dict[int, list[int]] = {}
-        self.memories: list[DeviceMemory] = []
+        self.memories: list[DeviceMemory | KVMemory] = []
         self.things: list[Any] = []
         self.holding = ExitStack()
 
-    def build(self, sizes: list[int], regions: str, fault: str | None, virtual: bool) -> None:
-        """``virtual``: of VMM memory, which is handed over as descriptors."""
-        self.memories = [DeviceMemory(self._allocate(size, virtual), size) for size in sizes]
+    def build(self, sizes: list[int], regions: str, fault: str | None, kind: str) -> None:
+        """``kind``: of the memories, as export.py names it: fd, host or ipc."""
+        self.memories = [self._memory(size, kind) for size in sizes]
         decoded = msgspec.msgpack.decode(bytes.fromhex(regions), type=list[Region])
         self.transport = CudaIpcTransport(
             self.memories, decoded, 0, own_socket(), fault, driver=self.driver
         )
 
-    def _allocate(self, nbytes: int, virtual: bool) -> int:
+    def _memory(self, nbytes: int, kind: str) -> DeviceMemory | KVMemory:
+        if kind == "host":
+            return KVMemory.create(nbytes)
+        return DeviceMemory(self._allocate(nbytes, kind), nbytes)
+
+    def _allocate(self, nbytes: int, kind: str) -> int:
         # Never freed, for a peer may have it open: the next test uses it again.
         spare = self.spare.get(nbytes)
         if spare:
             return spare.pop()
-        if virtual:
+        if kind == "fd":
             return self.driver.vmm_allocate(nbytes, fabric=False)[0]
         return self.driver.allocate_shared(nbytes)
 
     def put_back(self) -> None:
         """The test is over: keep the memory for the next."""
         for memory in self.memories:
-            self.spare.setdefault(memory.nbytes, []).append(memory.address)
+            if isinstance(memory, DeviceMemory):
+                self.spare.setdefault(memory.nbytes, []).append(memory.address)
         self.memories = []
         self.things = []
 
     def read(self, number: int) -> str:
         memory = self.memories[number]
+        if isinstance(memory, KVMemory):
+            return bytes(memory.buffer).hex()
         buffer = self.driver.host_allocate(memory.nbytes)
         self.driver.copy(buffer.address, memory.address, memory.nbytes, self.stream)
         self.driver.synchronize(self.stream)
@@ -64,7 +73,11 @@ class Rank:
         return found.hex()
 
     def write(self, number: int, packed: str) -> None:
-        write(self.driver, self.memories[number].address, bytes.fromhex(packed), self.stream)
+        memory = self.memories[number]
+        if isinstance(memory, KVMemory):
+            memory.buffer[:] = bytes.fromhex(packed)
+        else:
+            write(self.driver, memory.address, bytes.fromhex(packed), self.stream)
 
     def hold(self) -> None:
         self.holding.enter_context(held(self.driver, self.transport.copy_stream.stream))
@@ -75,9 +88,10 @@ class Rank:
     def export(self, epoch: Epoch) -> str:
         return msgspec.msgpack.encode(self.transport.export(epoch)).hex()
 
-    def attach(self, descriptor: str) -> int:
+    def attach(self, descriptor: str) -> tuple[int, str]:
         found = msgspec.msgpack.decode(bytes.fromhex(descriptor), type=MemoryDescriptor)
-        return self._keep(self.transport.attach(found))
+        attachment = self.transport.attach(found)
+        return self._keep(attachment), attachment.route.value
 
     def _keep(self, thing: CudaAttachment | Copy) -> int:
         self.things.append(thing)

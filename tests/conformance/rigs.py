@@ -19,7 +19,8 @@ from typing import Any, cast
 import pytest
 from gpu_memory import no_gpu
 
-from kvshm.interfaces import Copy, CopyState, Region, Transport
+from kvshm.interfaces import Attachment, Copy, CopyState, Region, Transport
+from kvshm.transport.cuda.driver import Route
 from kvshm.transport.cuda.export import DeviceMemory
 from kvshm.transport.cuda.transport import CudaIpcTransport
 from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
@@ -60,7 +61,6 @@ class Peer:
 
 class Rig(ABC):
     fixtures: tuple[str, ...] = ()
-
     def __init__(self) -> None:
         self.peers: list[Peer] = []
 
@@ -80,6 +80,11 @@ class Rig(ABC):
     @abstractmethod
     def finish(self, *copies: Copy) -> list[CopyState]:
         """Let the copies end; return how each did."""
+
+    def skips(self, attachment: Attachment) -> bool:
+        """Whether a copy that is cancelled before it begins writes nothing.  The copy engines take
+        none back."""
+        return getattr(attachment, "route", None) is not Route.BATCH
 
     def end(self, peer: Peer) -> None:
         peer.transport.close()
@@ -162,12 +167,16 @@ class FakeCudaRig(Rig):
         super().__init__()
         self.machine = FakeMachine()
 
+    def socket_path(self) -> str:
+        return ""
+
     def _build(self, layout: Layout, fault: str | None) -> Peer:
         driver = self.machine.process()
         addresses = [driver.make(size) for size in layout.sizes]
         spans = list(zip(addresses, layout.sizes, strict=True))
         memories = [DeviceMemory(address, size) for address, size in spans]
-        transport = CudaIpcTransport(memories, layout.regions, 0, "", fault, driver=driver)
+        path = self.socket_path()
+        transport = CudaIpcTransport(memories, layout.regions, 0, path, fault, driver=driver)
         return Peer(layout, transport, [driver.bytes_at(*span) for span in spans])
 
     @contextmanager
@@ -180,11 +189,41 @@ class FakeCudaRig(Rig):
     finish = PosixShmRig.finish
 
 
+class FakeFromHostRig(FakeCudaRig):
+    """Every other peer has its memory on the host, as a keeper has."""
+
+    first = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run_dir = tempfile.TemporaryDirectory(prefix="kv-")
+
+    def _build(self, layout: Layout, fault: str | None) -> Peer:
+        if len(self.peers) % 2 != self.first:
+            return super()._build(layout, fault)
+        driver, path = self.machine.process(), self.socket_path()
+        memories = [KVMemory.create(size) for size in layout.sizes]
+        transport = CudaIpcTransport(memories, layout.regions, 0, path, fault, driver=driver)
+        return Peer(layout, transport, [memory.buffer for memory in memories])
+
+    def socket_path(self) -> str:
+        return f"{self.run_dir.name}/{len(self.peers)}"
+
+    def close(self) -> None:
+        super().close()
+        self.run_dir.cleanup()
+
+
+class FakeToHostRig(FakeFromHostRig):
+    first = 1
+
+
 class RealCudaRig(Rig):
     """The machine's GPU; every peer a real process."""
 
     library = ""
-    virtual = False
+    kinds: tuple[str, ...] = ("ipc",)
+    """Of the peers' memory, in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +235,8 @@ class RealCudaRig(Rig):
         return no_gpu()
 
     def _build(self, layout: Layout, fault: str | None) -> Peer:
-        process = RankProcess(self.library, self.virtual)
+        kind = self.kinds[len(self.peers) % len(self.kinds)]
+        process = RankProcess(self.library, kind)
         self.processes.append(process)
         transport = RemoteTransport(process, layout.sizes, layout.regions, fault)
         memories: Any = [RemoteMemory(process, *one) for one in enumerate(layout.sizes)]
@@ -234,18 +274,40 @@ class PlayedCudaRig(RealCudaRig):
 
 
 class RealVmmRig(RealCudaRig):
-    virtual = True
+    kinds = ("fd",)
 
 
 class PlayedVmmRig(PlayedCudaRig):
-    virtual = True
+    kinds = ("fd",)
+
+
+class RealFromHostRig(RealCudaRig):
+    kinds = ("host", "ipc")
+
+
+class PlayedFromHostRig(PlayedCudaRig):
+    kinds = ("host", "ipc")
+
+
+class RealToHostRig(RealCudaRig):
+    kinds = ("fd", "host")
+
+
+class PlayedToHostRig(PlayedCudaRig):
+    kinds = ("fd", "host")
 
 
 RIGS: dict[str, type[Rig]] = {
     "cuda_ipc": RealCudaRig,
     "cuda_ipc_fake": FakeCudaRig,
+    "cuda_ipc_fake_from_host": FakeFromHostRig,
+    "cuda_ipc_fake_to_host": FakeToHostRig,
+    "cuda_ipc_from_host": RealFromHostRig,
     "cuda_ipc_played": PlayedCudaRig,
+    "cuda_ipc_played_from_host": PlayedFromHostRig,
+    "cuda_ipc_played_to_host": PlayedToHostRig,
     "cuda_ipc_played_vmm": PlayedVmmRig,
+    "cuda_ipc_to_host": RealToHostRig,
     "cuda_ipc_vmm": RealVmmRig,
     "loopback": LoopbackRig,
     "posix_shm": PosixShmRig,

@@ -9,6 +9,7 @@ memory that has no handle.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -43,9 +44,10 @@ class _Allocation:
 @dataclass
 class _Mapping:
     allocation: _Allocation | None
-    pages: mmap.mmap
+    pages: mmap.mmap | memoryview
     nbytes: int
     opened: int = 1
+    read_only: bool = False
 
 
 @dataclass
@@ -155,6 +157,17 @@ class FakeDriver:
 
     def host_free(self, buffer: HostBuffer) -> None:
         del self.mapped[buffer.address]
+
+    def host_register(self, address: int, nbytes: int, *, read_only: bool) -> int:
+        with self._lock:
+            if (known := self.mapped.get(address)) is not None:
+                known.opened += 1
+                return address
+            pages = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            self.mapped[address] = _Mapping(None, pages, nbytes, read_only=read_only)
+        return address
+
+    host_unregister = lambda self, address: self.ipc_close(address, "")  # noqa: E731
 
     # -- other processes' memory
 
@@ -281,7 +294,8 @@ class FakeDriver:
         self._put(stream, wait_here)
 
     def _move(self, target: int, source: int, nbytes: int) -> None:
-        self._at(target, nbytes)
+        if self._at(target, nbytes)[1].read_only:
+            raise CudaError("copy", "CUDA_ERROR_ILLEGAL_ADDRESS, registered for reading")
         self._at(source, nbytes)
         run = [(source, nbytes, nbytes, 1)], [(target, nbytes, nbytes, 1)]
         _native.copy_blocks(*run, [0], [0], None)

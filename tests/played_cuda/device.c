@@ -113,7 +113,8 @@ EXPORTED CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     each(cuStreamWaitValue32) each(cuEventCreate) each(cuEventDestroy) each(cuEventRecord) \
     each(cuEventQuery) each(cuEventSynchronize) each(cuMemAlloc) each(cuMemPoolCreate) \
     each(cuMemPoolSetAttribute) each(cuMemAllocFromPoolAsync) each(cuMemFreeAsync) \
-    each(cuMemHostAlloc) each(cuMemGetAddressRange) each(cuPointerGetAttribute) \
+    each(cuMemHostAlloc) each(cuMemHostRegister) each(cuMemHostUnregister) \
+    each(cuMemHostGetDevicePointer) each(cuMemGetAddressRange) each(cuPointerGetAttribute) \
     each(cuMemcpyAsync) \
     each(cuIpcGetMemHandle) each(cuIpcOpenMemHandle) each(cuIpcCloseMemHandle) \
     each(cuMemCreate) each(cuMemRelease) each(cuMemAddressReserve) each(cuMemAddressFree) \

@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum kind { FREE, PLAIN, POOL, HOST, PEER, RESERVED, VMM };
+enum kind { FREE, PLAIN, POOL, HOST, REGISTERED, PEER, RESERVED, VMM };
 
 struct area {
     enum kind kind;
@@ -15,6 +15,7 @@ struct area {
     unsigned serial;
     int protection;
     CUmemGenericAllocationHandle handle;
+    void *host; /* REGISTERED: where the process has the memory itself */
 };
 
 struct physical { int fd, users, types; size_t bytes; };
@@ -45,7 +46,9 @@ bool is_memory(CUdeviceptr address, size_t bytes) {
 }
 
 bool is_device_memory(CUdeviceptr address, size_t bytes) {
-    return is_memory(address, bytes) && area_at(address)->kind != HOST;
+    if (!is_memory(address, bytes)) return false;
+    enum kind kind = area_at(address)->kind;
+    return kind != HOST && kind != REGISTERED;
 }
 
 static struct area *new_area(enum kind kind, CUdeviceptr base, size_t bytes, int fd) {
@@ -54,7 +57,7 @@ static struct area *new_area(enum kind kind, CUdeviceptr base, size_t bytes, int
     while (a->kind)
         if (++a == areas + MOST) abort();
     if (a == areas + used) used++;
-    *a = (struct area){kind, base, bytes, bytes, fd, ++serial, PROT_READ | PROT_WRITE, 0};
+    *a = (struct area){kind, base, bytes, bytes, fd, ++serial, PROT_READ | PROT_WRITE, 0, NULL};
     return a;
 }
 
@@ -120,6 +123,61 @@ EXPORTED CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
     if (own) drop(area);
     pthread_mutex_unlock(&played_lock);
     WANT(own);
+    return CUDA_SUCCESS;
+}
+
+/* -- host memory that the process has mapped itself: the GPU sees it somewhere else */
+
+static bool may_be_written(void *address) {
+    char line[256], rights[5];
+    uintptr_t first, end;
+    bool found = false;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps && !found && fgets(line, sizeof line, maps))
+        found = sscanf(line, "%lx-%lx %4s", &first, &end, rights) == 3
+                && first <= (uintptr_t)address && (uintptr_t)address < end;
+    if (maps) fclose(maps);
+    return found && rights[1] == 'w';
+}
+
+static struct area *registered_at(void *host) {
+    for (struct area *a = areas; a < areas + used; a++)
+        if (a->kind == REGISTERED && a->host == host) return a;
+    return NULL;
+}
+
+EXPORTED CUresult cuMemHostRegister(void *host, size_t bytes, unsigned flags) {
+    WANT_CONTEXT();
+    WANT(bytes > 0 && (uintptr_t)host % 4096 == 0);
+    WANT(flags == 3 || flags == (3 | 8)); /* PORTABLE | DEVICEMAP, READ_ONLY */
+    WANT(flags & 8 || may_be_written(host));
+    if (getenv("PLAYED_CUDA_NO_READ_ONLY_HOST") && flags & 8) return CUDA_ERROR_NOT_SUPPORTED;
+    if (registered_at(host)) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    void *pages = mremap(host, 0, bytes, MREMAP_MAYMOVE); /* the same pages once more */
+    WANT(pages != MAP_FAILED);
+    pthread_mutex_lock(&played_lock);
+    struct area *area = new_area(REGISTERED, (CUdeviceptr)pages, bytes, -1);
+    area->host = host, area->protection = flags & 8 ? PROT_READ : PROT_READ | PROT_WRITE;
+    pthread_mutex_unlock(&played_lock);
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemHostGetDevicePointer(CUdeviceptr *address, void *host, unsigned flags) {
+    WANT_CONTEXT();
+    WANT(flags == 0);
+    struct area *area = registered_at(host);
+    WANT(area);
+    *address = area->base;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemHostUnregister(void *host) {
+    WANT_CONTEXT();
+    pthread_mutex_lock(&played_lock);
+    struct area *area = registered_at(host);
+    if (area) drop(area);
+    pthread_mutex_unlock(&played_lock);
+    WANT(area);
     return CUDA_SUCCESS;
 }
 

@@ -127,6 +127,14 @@ class Driver(Protocol):
     def host_free(self, buffer: HostBuffer) -> None:
         """Does not wait for the device: the memory is kept for a later ``host_allocate``."""
 
+    def host_register(self, address: int, nbytes: int, *, read_only: bool) -> int:
+        """Page-lock mapped host memory and return the address at which the GPU reads it, and writes
+        it unless ``read_only``.  May be called again for the same memory.  Blocks, about a second
+        for some GB."""
+
+    def host_unregister(self, address: int) -> None:
+        """Undo one ``host_register`` of that address.  May wait for the device."""
+
     # -- other processes' memory
 
     def ipc_handle(self, base: int) -> bytes:

@@ -7,6 +7,8 @@ with its last user, on a separate thread because closing may wait for the device
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -15,13 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvshm import _native
 from kvshm._base.log import logger
 from kvshm._shm.fds import close_all, sibling_socket
 from kvshm.errors import TransportError
 
 from ..log_lines import TransportLine
+from ..memory import map_read_only
 from .driver import CudaError, Driver
-from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
+from .export import FABRIC, FD, HOST, IPC, CudaDetails, SharedMemory
 from .vmm import fetch_descriptor, hold_memory
 
 _log = logger(__name__)
@@ -92,10 +96,12 @@ class PeerMappings:
     ) -> tuple[int, Callable[[], None]]:
         if memory.kind == IPC:
             return self._map_allocation(memory, under)
-        if memory.kind not in (FABRIC, FD):
+        if memory.kind not in (FABRIC, FD, HOST):
             raise TransportError(f"memory of unknown kind {memory.kind!r}")
         path = sibling_socket(self._own_socket, details.socket)
         about = path, details.export_id, memory.number
+        if memory.kind == HOST:
+            return self._map_host(memory, *fetch_descriptor(*about))
         fd, connection = -1, None
         with ExitStack() as undone:
             if memory.kind == FD:
@@ -119,6 +125,29 @@ class PeerMappings:
         finally:
             if connection is not None:
                 connection.close()
+
+    def _map_host(
+        self, memory: SharedMemory, fd: int, connection: socket.socket
+    ) -> tuple[int, Callable[[], None]]:
+        with ExitStack() as undone:
+            undone.callback(connection.close)
+            try:
+                pages = map_read_only(fd)
+            finally:
+                os.close(fd)
+            if len(pages) < memory.allocation:
+                raise TransportError(f"the peer's memory has {len(pages)} bytes: {memory}")
+            own = _native.address(pages)
+            address = self._driver.host_register(own, len(pages), read_only=True)
+            undone.pop_all()
+        return address, partial(self._unmap_host, own, pages, connection)
+
+    def _unmap_host(self, address: int, pages: mmap.mmap, connection: socket.socket) -> None:
+        try:
+            self._driver.host_unregister(address)
+            pages.close()
+        finally:
+            connection.close()
 
     def _map_allocation(self, memory: SharedMemory, under: str) -> tuple[int, Callable[[], None]]:
         address = self._driver.ipc_open(memory.handle, under)

@@ -34,6 +34,10 @@ _READ_WRITE = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _RANGE_START = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 _RANGE_SIZE = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _PORTABLE_AND_MAPPED = 3
+_READ_ONLY = 8
+"""Without it the driver registers no memory that is mapped read-only."""
+_registered: dict[int, int] = {}
+"""How often host memory at each address has been registered: the driver refuses a second time."""
 _BLOCKING_WITHOUT_TIMING = 3
 _NON_BLOCKING = 1
 _SHARED_STEP = 2 << 20
@@ -164,6 +168,25 @@ class NvidiaDriver:
     def host_free(self, buffer: HostBuffer) -> None:
         with _host_lock:
             _host_unused.setdefault(buffer.owner, []).append(buffer.address)
+
+    def host_register(self, address: int, nbytes: int, *, read_only: bool) -> int:
+        flags = _PORTABLE_AND_MAPPED | (_READ_ONLY if read_only else 0)
+        with _host_lock:
+            if address not in _registered:
+                self._call_in_context(cu.cuMemHostRegister, address, nbytes, flags)
+            _registered[address] = _registered.get(address, 0) + 1
+        try:
+            return int(self._call_in_context(cu.cuMemHostGetDevicePointer, address, 0))
+        except CudaError:
+            self.host_unregister(address)
+            raise
+
+    def host_unregister(self, address: int) -> None:
+        with _host_lock:
+            _registered[address] -= 1
+            if not _registered[address]:
+                del _registered[address]
+                self._call_in_context(cu.cuMemHostUnregister, address)
 
     # -- other processes' memory
 

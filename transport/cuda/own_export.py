@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvshm._base.ids import Epoch
 
 from .driver import Driver, Stream
-from .export import FABRIC, FD, IPC, CudaDetails, DeviceMemory, Probe, share
+from .export import (
+    FD,
+    HOST,
+    HOST_DEVICE,
+    IPC,
+    CudaDetails,
+    DeviceMemory,
+    Probe,
+    SharedMemory,
+    share,
+)
 from .vmm import MemoryServer
 
 
@@ -44,22 +55,31 @@ class OwnExport:
         # The memory behind a descriptor can change without a visible sign.
         if before is not None and memories == before.memories and kinds == {IPC}:
             export_id = before.export_id
-        if kinds & {FD, FABRIC}:
+        if kinds != {IPC}:
             if self._server is None:
-                own = [*(m.address for m in self._memory), self.probe.address]
-                shared = zip(own, (*memories, probe), strict=True)
-                addresses = [at if memory.kind == FD else 0 for at, memory in shared]
-                self._server = MemoryServer(self._driver, self._socket_path, addresses)
+                own = zip((*self._memory, self.probe.memory), (*memories, probe), strict=True)
+                descriptors = [self._descriptors_of(memory, shared) for memory, shared in own]
+                self._server = MemoryServer(self._socket_path, descriptors)
             self._server.export_id = export_id
         return CudaDetails(
             self._driver.process,
             export_id,
-            self._driver.uuid,
+            HOST_DEVICE if HOST in kinds else self._driver.uuid,
             memories,
             probe,
             self.probe.checksum,
             Path(self._socket_path).name,
         )
+
+    def _descriptors_of(
+        self, memory: DeviceMemory, shared: SharedMemory
+    ) -> Callable[[], int] | None:
+        """Return what makes a descriptor of a memory; None if peers have its handle."""
+        if memory.host is not None:
+            return memory.host.read_only_fd
+        if shared.kind == FD:
+            return partial(self._driver.vmm_descriptor, memory.address)
+        return None
 
     def withdraw(self) -> Callable[[], int]:
         """Let no peer attach until the next export.  Returns a function that tells how many

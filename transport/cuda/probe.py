@@ -30,8 +30,11 @@ class Prober:
     """Reads probes and measures routes, on a stream of its own that waits for no other stream.
     Any thread; one at a time."""
 
-    def __init__(self, driver: Driver, programs: int) -> None:
+    def __init__(self, driver: Driver, programs: int, *, spare_model: bool = False) -> None:
+        """``spare_model``: prefer the copy engines, whatever takes less time: another process's
+        model has the multiprocessors."""
         self._driver = driver
+        self._routes = (Route.BATCH,) if spare_model else _MEASURED_ROUTES
         self._lock = threading.Lock()
         self._chosen: dict[tuple[str, int], Route] = {}
         self.stream = driver.new_stream()
@@ -76,8 +79,9 @@ class Prober:
             self._driver.free(table.address)
 
     def choose(self, row: RegionRow, num_blocks: int, device: str) -> Route:
-        """Return the faster route, kernel or copy engines, for fragments of ``row``'s size from
-        ``device``; measured once per size.  Blocks for milliseconds; writes only to scratch."""
+        """Return the route, kernel or copy engines, for fragments of ``row``'s size from
+        ``device``: the faster one; measured once per size.  Blocks for milliseconds; writes only to
+        scratch."""
         with self._lock:
             key = (device, row.block_bytes)
             if key not in self._chosen:
@@ -90,10 +94,11 @@ class Prober:
         scratch = self._driver.allocate(blocks * row.block_bytes)
         try:
             into = row._replace(target=scratch, target_stride=row.block_bytes)
-            seconds = {route: self._fastest(into, route, blocks) for route in _MEASURED_ROUTES}
+            seconds = {route: self._fastest(into, route, blocks) for route in self._routes}
         finally:
             self._driver.free(scratch)
         best = min(seconds, key=lambda route: seconds[route])
+        best = Route.KERNEL if math.isinf(seconds[best]) else best
         text = ", ".join(f"{route.value} {s * 1e6:.0f} us" for route, s in seconds.items())
         _log.line(TransportLine.FRAGMENTS, blocks, row.block_bytes, device, text)
         return best

@@ -27,13 +27,14 @@ from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 
 from ..jobs import JobThread
 from ..log_lines import TransportLine
+from ..memory import KVMemory
 from ..own_cache import OwnCache
 from ..regions import check_blocks
 from .attachment import CudaAttachment
 from .checksum import block_checksums
 from .copy_stream import CopyStream, LaunchedWork
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
-from .export import CudaDetails, DeviceMemory, check_memories
+from .export import HOST_DEVICE, CudaDetails, DeviceMemory, check_memories, page_locked
 from .mappings import PeerMapping, PeerMappings
 from .own_export import OwnExport
 from .probe import Prober, upload
@@ -50,11 +51,12 @@ class CudaIpcTransport(OwnCache):
     devices = ("cuda",)
     settings = ("staging",)
     late_writers = True
+    takes_host_memory = True
     adopt = staticmethod(DeviceMemory)
 
     def __init__(
         self,
-        memory: DeviceMemory | Sequence[DeviceMemory],
+        memory: DeviceMemory | KVMemory | Sequence[DeviceMemory | KVMemory],
         regions: Sequence[Region],
         rank: int,
         socket_path: str | Path = "",
@@ -64,21 +66,24 @@ class CudaIpcTransport(OwnCache):
         programs: int = 0,
         driver: Driver | None = None,
     ) -> None:
-        """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
+        """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.  Host memory is
+        page-locked: GPUs copy into it and out of it.  All of it is one or the other.
 
-        ``socket_path``: the socket that hands out VMM memory.  ``staging``: copy through host
+        ``socket_path``: the socket that hands out VMM and host memory.  ``staging``: copy through host
         memory between GPUs that cannot reach each other, instead of leaving them unshared.
         ``programs``: of the copy kernel; 0: two per multiprocessor.  ``driver``: by default that of
         torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
-        self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
-        super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
+        given = (memory,) if isinstance(memory, DeviceMemory | KVMemory) else tuple(memory)
+        super().__init__([m.nbytes for m in given], regions, rank, fault)
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
+        self._in_host = any(isinstance(m, KVMemory) for m in given)
         with ExitStack() as undone:
+            self.memory = tuple(self._reached(m, undone) for m in given)
             self.copy_stream = CopyStream(self.driver, self.driver.compute_stream(), programs)
             undone.callback(self.copy_stream.close)
-            self._prober = Prober(self.driver, programs)
+            self._prober = Prober(self.driver, programs, spare_model=self._in_host)
             undone.callback(self._prober.close)
             self._fence = self.driver.new_event()
             undone.callback(self.driver.free_event, self._fence)
@@ -91,6 +96,14 @@ class CudaIpcTransport(OwnCache):
         self._export = OwnExport(self.driver, self.memory, self._socket_path, self._prober.stream)
         self._zeros = 0
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
+
+    def _reached(self, memory: DeviceMemory | KVMemory, undone: ExitStack) -> DeviceMemory:
+        """Return a memory where the GPU sees it."""
+        if isinstance(memory, DeviceMemory):
+            return memory
+        reached = page_locked(self.driver, memory)
+        undone.callback(self.driver.host_unregister, memory.address)
+        return reached
 
     def _prepare_copies(self) -> None:
         """Before the engine serves: to load a kernel may wait for all that the GPU does.  A peer's
@@ -166,6 +179,8 @@ class CudaIpcTransport(OwnCache):
 
     def _route(self, details: CudaDetails) -> Route:
         """Decide how this GPU reaches the peer's.  Raises TransportError if it cannot."""
+        if details.device == HOST_DEVICE:
+            return Route.KERNEL
         reachable = self.driver.peer_access(details.device)
         if reachable is not False:
             return Route.KERNEL  # None: the GPU is not visible here; the probe decides
@@ -179,6 +194,8 @@ class CudaIpcTransport(OwnCache):
     def _path(self, device: str, route: Route) -> CopyPath:
         if route is Route.STAGED:
             return CopyPath.STAGED
+        if self._in_host or device == HOST_DEVICE:
+            return CopyPath.PCIE
         if device == self.driver.uuid:
             return CopyPath.SAME_GPU
         named = {True: CopyPath.NVLINK, False: CopyPath.PCIE, None: CopyPath.OTHER}
@@ -204,10 +221,10 @@ class CudaIpcTransport(OwnCache):
         peer = _exports.get(details.export_id)
         if peer is None or (probe := peer._export.probe) is None:
             raise TransportError("the peer, in this process, has closed its transport")
-        if details.device != self.driver.uuid:
+        if details.device not in (self.driver.uuid, HOST_DEVICE):
             self.driver.enable_peer(details.device)
         addresses = [memory.address for memory in peer.memory]
-        return [*addresses, probe.address], peer.memory
+        return [*addresses, probe.memory.address], peer.memory
 
     def _table(
         self, descriptor: MemoryDescriptor, details: CudaDetails, addresses: list[int], route: Route
@@ -215,7 +232,7 @@ class CudaIpcTransport(OwnCache):
         """The table of regions for copies from this peer, in device memory and ready for use."""
         pairs = zip(self.regions, descriptor.regions, strict=True)
         rows = [self._row(mine, addresses[theirs.handle], theirs) for mine, theirs in pairs]
-        if route is Route.KERNEL and details.device != self.driver.uuid:
+        if route is Route.KERNEL and (self._in_host or details.device != self.driver.uuid):
             route = self._prober.choose(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == Fault.ZERO:
             rows = [row._replace(source=self._zero_memory(), source_stride=0) for row in rows]
@@ -290,6 +307,9 @@ class CudaIpcTransport(OwnCache):
                 if self._zeros:
                     parts.callback(self.driver.free, self._zeros)
                 parts.callback(self._export.free)
+                for memory in self.memory:
+                    if memory.host is not None:
+                        parts.callback(self.driver.host_unregister, memory.host.address)
         except CudaError as exc:
             _log.line(TransportLine.TRANSPORT_NOT_FREED, exc)
 

@@ -1,4 +1,4 @@
-"""VMM memory: the rank's socket hands out a descriptor of it, and hears when a peer unmaps it.
+"""VMM and host memory: the rank's socket hands out a descriptor, and hears when a peer unmaps it.
 
 The messages are those of kvshm/_shm/descriptors.py.  An importer asks for one memory of one export
 and leaves the connection open while it is mapped; the exporter counts its connections before it
@@ -11,7 +11,7 @@ to give back.  A peer's mapping holds it, too.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvshm._base.log import logger
 from kvshm._shm.descriptors import (
@@ -26,27 +26,25 @@ from kvshm._shm.fds import close_all
 from kvshm.errors import SegmentNotFound, TransportError
 
 from ..log_lines import TransportLine
-from .driver import Driver
 
 _log = logger(__name__)
 
 
 class MemoryServer(DescriptorServer):
-    def __init__(self, driver: Driver, path: str, addresses: Sequence[int]) -> None:
-        """``addresses``: of the memories, by number; 0 for one whose handle peers have already.
-        Raises TransportError."""
-        self._driver = driver
-        self._addresses = addresses
+    def __init__(self, path: str, descriptors: Sequence[Callable[[], int] | None]) -> None:
+        """``descriptors``: what makes one of each memory, by number; None for memory whose handle
+        peers have already.  Raises TransportError."""
+        self._descriptors = descriptors
         self.export_id = 0
         """The id that requests must contain; the owner changes it when the memory changes.  0: no
         memory is handed out."""
         super().__init__(path, self._descriptor)
 
     def _descriptor(self, wanted: Request) -> list[int]:
-        if wanted.epoch != self.export_id or not 0 <= wanted.number < len(self._addresses):
+        if wanted.epoch != self.export_id or not 0 <= wanted.number < len(self._descriptors):
             raise SegmentNotFound("that memory is not served any more")
-        address = self._addresses[wanted.number]
-        return [self._driver.vmm_descriptor(address)] if address else []
+        make = self._descriptors[wanted.number]
+        return [] if make is None else [make()]
 
 
 def fetch_descriptor(path: str, export_id: int, memory: int) -> tuple[int, socket.socket]:
