@@ -222,6 +222,15 @@ class SupportsAdopt(Protocol):
         """Return the memory at ``address`` as the constructor takes it.  It keeps ``storage``."""
 
 
+class SupportsHostMemory(Protocol):
+    """A class that moves blocks between devices and host memory, as ``cuda_ipc``."""
+
+    @property
+    def takes_host_memory(self) -> bool:
+        """Whether the constructor also takes what ``allocate`` of the transport for CPU caches
+        returned: the memory of an engine that computes nothing."""
+
+
 class SupportsSettings(Protocol):
     """A class whose constructor takes settings."""
 

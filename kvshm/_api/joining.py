@@ -10,9 +10,9 @@ from kvshm._base.log import logger
 from kvshm._base.log_output import start_log
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
-from kvshm.config import Config, Share
+from kvshm.config import Auto, Config, Share
 from kvshm.errors import KvshmError, MisuseError, TransportError
-from kvshm.interfaces import Region, choose_transport
+from kvshm.interfaces import Region, choose_transport, load_transport
 
 from .arguments import (
     checked_block_size,
@@ -49,7 +49,10 @@ def allocate(nbytes: int, config: Config | None = None) -> Any:
     if (nbytes := whole("nbytes", nbytes)) < 1:
         raise MisuseError(f"{nbytes} bytes; give the bytes of all blocks, 1 or more")
     config = _settings(config)
-    if (make := getattr(choose_transport(config.transport, DEVICE), "allocate", None)) is None:
+    wanted = config.transport
+    if wanted != Auto.AUTO and getattr(load_transport(wanted), "takes_host_memory", False):
+        wanted = Auto.AUTO  # that of CPU caches makes it
+    if (make := getattr(choose_transport(wanted, DEVICE), "allocate", None)) is None:
         raise MisuseError(
             f"transport {config.transport!r} allocates no memory; give join() what it takes instead"
         )
@@ -135,19 +138,15 @@ def join_like(
     there are ``num_blocks`` of them.  Several nodes of this function may have the same memory: the
     caller sees to it that no two use, at one time, blocks with a byte in common.  ``config``,
     ``name``, ``wait``: as for ``join``.  Errors are those of ``join``; MisuseError also for an
-    engine whose memory another transport shares than the settings name for host memory.
+    engine whose memory another transport shares than the settings name, or one that takes no host
+    memory; TransportError if that transport cannot be had.
     """
     if not isinstance(layout, EngineLayout):
         raise MisuseError(f"layout is {layout!r}; give what Reader.layout() returned")
     config = _settings(config)
     patience = config.join_wait_ms / 1000 if wait is None else checked_seconds("wait", wait)
     called = checked_name(name)
-    path = _chosen_transport(config, DEVICE)
-    if (path_name := str(getattr(path, "name", ""))) != layout.transport:
-        raise MisuseError(
-            f"the engine shares its memory by {layout.transport}, this one by "
-            f"{path_name or path}; only engines of the same transport share"
-        )
+    path = _transport_like(layout, config)
     caches = [
         (memory, checked_regions(part, memory))
         for part in layout.regions(whole("num_blocks", num_blocks, 1))
@@ -200,6 +199,21 @@ def _check_kind(memory: Any, path: Any, device: str) -> None:
         raise MisuseError(
             f"memory is what allocate() returned; on {device!r} give the tensors of the cache"
         )
+
+
+def _transport_like(layout: EngineLayout, config: Config) -> Any:
+    """Return the class of the transport that shares an engine's memory, and takes host memory.
+    Raises MisuseError, and TransportError."""
+    wanted = config.transport
+    if wanted in (Auto.AUTO, layout.transport):
+        found: Any = load_transport(layout.transport)
+        if DEVICE in getattr(found, "devices", ()) or getattr(found, "takes_host_memory", False):
+            return found
+        raise MisuseError(f"transport {layout.transport} takes no host memory")
+    raise MisuseError(
+        f"the engine shares its memory by {layout.transport}, this one by {wanted}; only engines "
+        "of the same transport share"
+    )
 
 
 def _started(node: N, identity: Identity, patience: float) -> N:

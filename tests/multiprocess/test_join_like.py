@@ -3,6 +3,7 @@ without leases, and publishes them again."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -260,8 +261,12 @@ def test_what_is_no_layout_of_such_memory_is_refused(like: Like) -> None:
     how: dict[str, Any] = {"memory": like.memory, "config": like.config, "wait": 0}
     with pytest.raises(MisuseError, match="give fewer blocks"):
         kvshm.join_like(like.layout, num_blocks=9, **how)
+    on_gpu = like.layout._replace(transport="cuda_ipc")
+    chosen = {**how, "config": dataclasses.replace(like.config, transport="posix_shm")}
     with pytest.raises(MisuseError, match="this one by posix_shm"):
-        kvshm.join_like(like.layout._replace(transport="cuda_ipc"), num_blocks=1, **how)
+        kvshm.join_like(on_gpu, num_blocks=1, **chosen)
+    with pytest.raises(MisuseError, match="loopback takes no host memory"):
+        kvshm.join_like(like.layout._replace(transport="loopback"), num_blocks=1, **how)
     with pytest.raises(MisuseError, match="give what Reader"):
         kvshm.join_like(like.node, num_blocks=1, **how)  # type: ignore[arg-type]  # a mistake
 

@@ -327,5 +327,5 @@ def current_driver() -> Driver:
         return NvidiaDriver(torch.cuda.current_device())
     except ImportError as exc:
         raise TransportError(f"CUDA memory cannot be shared: {exc}") from exc
-    except RuntimeError as exc:
+    except (RuntimeError, AssertionError) as exc:  # the latter of a torch without CUDA
         raise TransportError(f"there is no usable GPU: {exc}") from exc
