@@ -27,6 +27,8 @@ IMPORTS_PER_TRIAL = 8, 64
 costs; one in 64 once a prefill was seen twice."""
 REFUSALS_PER_TRIAL = 64
 """Every 64th import that is not worth it is done anyway, to measure loads again."""
+MOST_BLOCKS = 1 << 20
+"""So many are never imported."""
 _MIN_SPREAD = 4.0
 """Smallest ratio of two counts from which a slope can be computed."""
 _EMPTY = (0.0, 0.0, 0.0)
@@ -156,6 +158,18 @@ class Costs:
         line = self._steps.fit()
         importing = self.load_seconds(nbytes) + (line[0] if line else 0.0)
         return importing / computing if computing else math.inf
+
+    def least_blocks(self, tokens: int, nbytes: int) -> int:
+        """The fewest blocks, each of these tokens and bytes, that are imported sooner than
+        computed, or up to twice as many."""
+        if self.compute_seconds(tokens) is None:
+            return -(-UNMEASURED_TOKENS // tokens)
+        blocks = 1
+        while blocks < MOST_BLOCKS:
+            if self.load_seconds(blocks * nbytes) < (self.compute_seconds(blocks * tokens) or 0.0):
+                return blocks
+            blocks *= 2
+        return blocks
 
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
         """Whether to import rather than compute these tokens, at times False as a trial.

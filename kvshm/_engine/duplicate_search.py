@@ -42,7 +42,7 @@ class Walked(NamedTuple):
     blocks: int
     """How many were."""
     ended: bool
-    """Whether the last one is the queue's last, or all behind it stay."""
+    """Whether the last one is the queue's last."""
 
 
 class DuplicateSearch:
@@ -71,9 +71,9 @@ class DuplicateSearch:
         return self._marks.used_at(block.block_id)
 
     def walk(self, begin: Any, wanted: int, most: int, *, anew: bool, ratio: float) -> Walked:
-        """Walk a queue from behind ``begin`` until ``wanted`` duplicates were found, or ``most``
-        blocks were walked, or to duplicates that were used so lately that they are to stay.
-        ``anew``: a round begins, at the queue's head.  ``ratio``: ``import_ratio``."""
+        """Walk a queue from behind ``begin`` until ``wanted`` duplicates were found that need not
+        stay, or ``most`` blocks were walked.  ``anew``: a round begins, at the queue's head.
+        ``ratio``: ``import_ratio``."""
         if anew:
             self._round, self._oldest = self._round + 1, 0.0
         epoch = self._cache.epoch_state
@@ -81,8 +81,9 @@ class DuplicateSearch:
             with suppress(*ENDING):
                 table, known = epoch.table, self._known(epoch)
                 ages = self._marks.tick(), table.age_ms, ratio, self._oldest
+                limits = *ages, *self._cache.planner.imported_blocks(epoch)
                 *walked, self._oldest = _native.find_duplicates(
-                    *known, begin, wanted, most, table.now, ages
+                    *known, begin, wanted, most, table.now, limits
                 )
                 return Walked(*walked)
         return Walked([], begin, 0, True)

@@ -22,7 +22,7 @@ from kvshm._shm.statistics import IMPORT_TIMES, MATCH_LENGTH, Counter
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
 
-from .costs import Costs
+from .costs import MOST_BLOCKS, Costs
 from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
@@ -170,6 +170,16 @@ class LoadPlanner:
         tried = self.costs.try_anyway()
         epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
         return tried
+
+    def imported_blocks(self, epoch: EpochState) -> tuple[int, int]:
+        """The fewest and most blocks of a prefix that would be imported, about: by
+        ``min_prefix_tokens`` or by estimate, and by ``max_import_blocks``."""
+        size, least = epoch.table.block_size, self._config.min_prefix_tokens
+        if least is Auto.AUTO:
+            blocks = self.costs.least_blocks(size, epoch.own_peer.block_bytes)
+        else:
+            blocks = -(-least // size)
+        return min(blocks, MOST_BLOCKS), min(self._config.max_import_blocks, MOST_BLOCKS)
 
     def load_seconds(self, load: LoadOrder) -> float:
         """Seconds that a load is estimated to take."""

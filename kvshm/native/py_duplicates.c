@@ -4,7 +4,9 @@
  * A block is of no use without the blocks before it in its chain.  So a duplicate stays if a block
  * behind it stays that has been used more than once, because it is a last copy or stays itself.
  * vLLM frees a request's blocks from the last to the first, and a hit frees a block anew: the walk
- * meets the blocks behind a block before the block. */
+ * meets the blocks behind a block before the block.
+ *
+ * What this engine would not import again counts as a last copy. */
 
 #include "py_marks.h"
 
@@ -147,6 +149,7 @@ typedef struct {
     unsigned int tick, age_ms; /* the time, as marks and slots have it */
     double ratio;              /* what importing a block costs, divided by computing it */
     double oldest;             /* seconds for which the first last copy has rested; 0: none was met */
+    unsigned int least, most_blocks; /* of a prefix that is imported */
 } progress;
 
 /* Seconds since a block was used last. */
@@ -158,8 +161,15 @@ static double age_of(const progress *p, const marks_view *marks, uint32_t id,
                 : (double)(uint32_t)(p->age_ms - block->published_ms) / 1e3;
 }
 
+/* Whether a prefix that ends with this block could be imported. */
+static bool is_imported(const progress *p, const kvshm_free_block *block)
+{
+    return block->copy.depth + 1 >= p->least && block->copy.depth < p->most_blocks;
+}
+
 /* Whether a duplicate costs no less to drop than the last copy that has rested longest: what is used
- * so much more often, as its age says, is imported again as much sooner.  All behind it are younger. */
+ * so much more often, as its age says, is imported again as much sooner.  The queue is in the order in
+ * which requests have ended, so that there may be older ones behind it. */
 static bool is_too_young(const progress *p, double age)
 {
     return age < p->ratio * p->oldest;
@@ -174,14 +184,13 @@ static bool walk_some(const view *v, const marks_view *marks, const hash_set *ne
     Py_ssize_t left = p->most - p->walked, most = left < AT_ONCE ? left : AT_ONCE;
     Py_ssize_t count = read_ahead(v, p->at, ahead, ids, (size_t)most), used = 0;
     bool good = count >= 0 && look_at(v, ids, (size_t)(count < 0 ? 0 : count), looked);
-    bool too_young = false;
-    for (; good && !too_young && used < count && PyList_Size(p->found) < p->wanted; used++) {
+    for (; good && used < count && PyList_Size(p->found) < p->wanted; used++) {
+        if (looked[used].kind == KVSHM_DUPLICATE && !is_imported(p, &looked[used]))
+            looked[used].kind = KVSHM_LAST_COPY;
         double age = age_of(p, marks, ids[used], &looked[used]);
         if (looked[used].kind == KVSHM_LAST_COPY && !(p->oldest > 0))
             p->oldest = age;
-        if (!may_go(needed, marks, ids[used], &looked[used]))
-            continue;
-        if (!(too_young = is_too_young(p, age)))
+        if (may_go(needed, marks, ids[used], &looked[used]) && !is_too_young(p, age))
             good = PyList_Append(p->found, ahead[used]) == 0;
     }
     if (good && used) {
@@ -189,7 +198,7 @@ static bool walk_some(const view *v, const marks_view *marks, const hash_set *ne
         p->at = Py_NewRef(ahead[used - 1]);
     }
     p->walked += used;
-    p->ended = good && (too_young || (used == count && count < most));
+    p->ended = good && used == count && count < most;
     for (Py_ssize_t i = 0; i < count; i++)
         Py_DECREF(ahead[i]);
     return good;
@@ -216,9 +225,10 @@ static PyObject *native_find_duplicates(PyObject *module, PyObject *args)
     progress p = {0};
     unsigned long long round;
     view v = {module, &table, &index, tables.of, &kvshm_state_of(module)->blocks, 0};
-    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KOnnI(IIdd):find_duplicates", &table, &index, to_tables,
+    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KOnnI(IIddII):find_duplicates", &table, &index, to_tables,
                           &tables, kvshm_to_marks, &marks, &room, &round, &p.at, &p.wanted, &p.most,
-                          &v.now, &p.tick, &p.age_ms, &p.ratio, &p.oldest))
+                          &v.now, &p.tick, &p.age_ms, &p.ratio, &p.oldest, &p.least,
+                          &p.most_blocks))
         return NULL;
     hash_set needed;
     if (!to_set(&room, round, &needed) || !(p.found = PyList_New(0)))

@@ -20,7 +20,7 @@ from kvshm._base.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit, Ran
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.statistics import DUPLICATES_LOST, DUPLICATES_REUSED, LAST_COPIES_REUSED
-from kvshm.config import Config
+from kvshm.config import Auto, Config
 from kvshm.halves import LoadPlanner, Marks
 from kvshm.hooks.vllm.exports import duplicates
 from kvshm.hooks.vllm.exports.free_order import FreeOrder
@@ -52,7 +52,7 @@ class Life:
         self.peers = Peers(served.namespace, "me", OWN_EPOCH, served.segments)
         self.others = [Exporter(served, epoch, f"e{epoch}") for epoch in (1, 2)]
         own = SimpleNamespace(block_bytes=1024)
-        config = Config(**settings)
+        config = Config(**{"min_prefix_tokens": 0} | settings)  # each block can be imported alone
         self.cache: Any = SimpleNamespace(role=config.decide_role())
         self.cache.epoch_state = SimpleNamespace(table=self.table, peers=self.peers, own_peer=own)
         self.cache.planner = LoadPlanner(config, self.cache)
@@ -93,8 +93,8 @@ class Life:
         self.used += blocks
         return list(ids)
 
-    def fill(self, block: Any, number: int, parent: int | None = None) -> None:
-        record = BlockRecord(digest(number), BlockId(block.block_id), Generation(0), 0)
+    def fill(self, block: Any, number: int, parent: int | None = None, depth: int = 0) -> None:
+        record = BlockRecord(digest(number), BlockId(block.block_id), Generation(0), depth)
         before = bytes(8) if parent is None else digest(parent)[:8]
         self.table.publish(pack_records([record]), before)
         block.set_block_hash(make_block_hash_with_group_id(digest(number), 0))
@@ -104,8 +104,9 @@ class Life:
         """Have vLLM compute a prefix of these contents and free it; returns its block ids."""
         ids = self.take_for_tokens(len(numbers))
         blocks = self.used[-len(numbers) :]
-        for block, number, parent in zip(blocks, numbers, (None, *numbers), strict=False):
-            self.fill(block, number, parent)
+        parents = (None, *numbers)
+        for depth, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
+            self.fill(block, number, parents[depth], depth)
         del self.used[-len(numbers) :]
         self.pool.free_blocks(reversed(blocks))
         return ids
@@ -229,6 +230,76 @@ def test_a_leased_duplicate_is_not_taken_first(served: ServedNode) -> None:
     record = BlockRecord(digest(life.contents[queue[9]]), BlockId(queue[9]), Generation(0), 0)
     assert life.table.lease(BIT, pack_records([record]))[0] == 1
     assert life.take(1) == queue[:1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({"min_prefix_tokens": 33}, slice(2, None)),
+        ({"max_import_blocks": 3}, slice(0, 3)),
+        ({"min_prefix_tokens": Auto.AUTO}, slice(0)),  # not known: 256 tokens
+    ],
+    ids=str,
+)
+def test_what_a_setting_lets_nobody_import_again_is_no_duplicate(
+    served: ServedNode, settings: dict[str, Any], first: slice
+) -> None:
+    life, queue = filled(served, **settings)
+    life.join()
+    chain = life.prefix(1, 2, 3, 4, 5)
+    for number in (1, 2, 3, 4, 5):
+        life.copy(0, number)
+    goes = chain[first][::-1]
+    assert life.take(5) == [*goes, *queue[5 : 10 - len(goes)]]
+
+
+def test_what_is_computed_sooner_than_imported_is_no_duplicate(served: ServedNode) -> None:
+    life, queue = filled(served, min_prefix_tokens=Auto.AUTO)
+    life.join()
+    costs = life.cache.planner.costs
+    for _ in range(20):
+        costs.add_step(256, 0.25)
+        costs.add_step(2048, 2.0)
+        costs.add_load(32 * 1024, 0.040)  # as long as computing 41 tokens: 2.6 blocks
+    chain = life.prefix(1, 2, 3, 4, 5)
+    life.hit(chain)
+    life.now += 100
+    for number in (1, 2, 3, 4, 5):
+        life.copy(0, number)
+    assert life.take(3) == [chain[4], chain[3], queue[5]]
+
+
+def test_behind_a_duplicate_that_was_used_lately_older_ones_are_found(served: ServedNode) -> None:
+    """A long answer has kept them from the queue."""
+    life, queue = filled(served)
+    life.join()
+    for block in queue:
+        life.now += 1
+        life.hit([block])
+    costs = life.cache.planner.costs
+    for _ in range(20):
+        costs.add_step(256, 0.25)
+        costs.add_step(2048, 2.0)
+        costs.add_load(256 // 16 * 1024, 0.125)
+    old, young = queue[20:23], queue[58]
+    answer = [life.pool.blocks[block] for block in old]
+    life.pool.touch(answer)
+    for block in (*old, young):
+        life.copy(0, life.contents[block])
+    life.now += 100
+    life.hit([young])
+    life.pool.free_blocks(answer)
+    assert life.take(4) == [*old, queue[0]]
+
+
+def test_an_allocation_of_all_free_blocks_is_counted(served: ServedNode) -> None:
+    life, queue = filled(served)
+    life.join()
+    for block in queue[5:9]:
+        life.copy(0, life.contents[block])
+    assert set(life.take(len(queue))) == set(queue)
+    assert life.count(DUPLICATES_REUSED) == 4
+    assert life.count(LAST_COPIES_REUSED) == len(queue) - 4
 
 
 def test_an_engine_that_does_not_import_takes_none_first(served: ServedNode) -> None:
@@ -412,6 +483,28 @@ def test_more_blocks_are_wanted_than_there_are_duplicates(
     for block in queue[20:32]:
         life.copy(0, life.contents[block])
     assert life.take(20) == [*queue[20:32], *queue[:8]]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["handed out", "used"])
+def test_far_from_the_queues_head_a_walk_goes_on_where_the_last_one_ended(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    """Though it ended at a duplicate, which has gone or is used again."""
+    monkeypatch.setattr(duplicates, "MOST_WALKED", 6)
+    monkeypatch.setattr(duplicates, "AHEAD", 2)
+    life, queue = filled(served)
+    life.join()
+    twice = queue[31:50]
+    for block in twice:
+        life.copy(0, life.contents[block])
+    life.pause = 0.001
+    while (taken := life.take(1)) != twice[:1]:  # the first walks only get there
+        assert taken[0] in queue[:31]
+    if used:
+        life.hit([twice.pop(1)])
+    else:
+        assert life.take(1) == [twice.pop(1)]
+    assert life.take(8) == twice[1:9]
 
 
 def test_what_rests_longest_goes_first_though_it_was_no_duplicate_when_others_were_found(

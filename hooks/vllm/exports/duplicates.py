@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvshm.halves import DUPLICATES_REUSED, LAST_COPIES_REUSED, DuplicateSearch, SchedulerHalf
@@ -40,6 +41,18 @@ LONG_REST_SECONDS = 1.0
 """After it turned out that imports cost too much."""
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where in the queue a walk began or ended."""
+
+    block: Any
+    """The last one before it."""
+    used: int
+    """When that was used last."""
+    passed: int
+    """Free blocks up to it, or fewer."""
+
+
 class Duplicates:
     """The duplicates among one engine's free blocks.  Scheduler's thread."""
 
@@ -57,10 +70,9 @@ class Duplicates:
         self._clock = clock
         self._found: deque[tuple[Any, int]] = deque()
         """Duplicates that a walk found, each with its last use then."""
-        self._walked_to: Any = None
-        """The block behind which the next walk begins; None: the queue's head."""
-        self._passed = 0
-        """Free blocks before that."""
+        self._walked_to: list[_Place] = []
+        """Where the next walk begins, and last where the one before it did, if that block has been
+        used meanwhile; unless one is left, at the queue's head."""
         self._are_near_head = False
         """Whether the last walk found enough of them near the queue's head."""
         self._rests_until = 0.0
@@ -70,7 +82,7 @@ class Duplicates:
     def put_first(self, wanted: int) -> None:
         """Move duplicates to where vLLM is about to take ``wanted`` blocks."""
         queue, epoch = self._queue, self._cache.epoch_state
-        if epoch is None or not 0 < wanted < queue.num_free_blocks:
+        if epoch is None or not 0 < wanted <= queue.num_free_blocks:
             return
         place = queue.fake_free_list_head
         while wanted and place.next_free_block.block_hash is None:
@@ -78,8 +90,10 @@ class Duplicates:
         if not wanted:
             return
         chosen = self._choose(wanted)
-        self._passed -= wanted
+        for reached in self._walked_to:
+            reached.passed -= wanted
         for block in chosen:
+            self._step_back_from(block)
             _put_behind(block, place)
             place = block
         if chosen:
@@ -112,7 +126,7 @@ class Duplicates:
         near = self._queue.num_free_blocks <= MOST_WALKED or self._are_near_head
         if near and self._clock() >= self._rests_until:
             self._found.clear()
-            self._walked_to = None
+            self._walked_to = []
 
     def _have_found(self, wanted: int, chosen: list[Any]) -> bool:
         """Walk on until so many duplicates are known besides the chosen ones; whether any is."""
@@ -124,26 +138,42 @@ class Duplicates:
         """Walk on to more duplicates; whether another walk may find more."""
         if (now := self._clock()) < self._rests_until:
             return False
-        place = self._walked_to
-        if anew := place is None or not _is_free(place):  # a block in use has no neighbours
-            place, self._passed = self._queue.fake_free_list_head, 0
+        began = self._next_place()
         if (ratio := self._search.import_ratio()) >= 1:
             self._rests_until = now + LONG_REST_SECONDS
             return False
-        left = self._queue.num_free_blocks - self._passed
-        most = max(0, min(left, MOST_WALKED))
-        walked = self._search.walk(place, AHEAD, most, anew=anew, ratio=ratio)
-        self._passed += walked.blocks
+        left = self._queue.num_free_blocks - began.passed
+        most, anew = max(0, min(left, MOST_WALKED)), began.block is self._queue.fake_free_list_head
+        walked = self._search.walk(began.block, AHEAD, most, anew=anew, ratio=ratio)
+        passed = began.passed + walked.blocks
         ended = walked.ended or walked.blocks >= left
-        self._walked_to = None if ended else walked.last
+        last = _Place(walked.last, self._search.used_at(walked.last), passed)
+        self._walked_to = [] if ended else [last, began]
         known = {id(block) for block, _ in self._found} | set(map(id, chosen))
         new = [block for block in walked.found if id(block) not in known]
         self._found += [(block, self._search.used_at(block)) for block in new]
-        self._are_near_head = self._passed <= MOST_WALKED and len(walked.found) == AHEAD
+        self._are_near_head = passed <= MOST_WALKED and len(walked.found) == AHEAD
         may_find_more = len(new) == AHEAD or (ended and not anew)
         if not may_find_more:
             self._rests_until = now + max(REST_SECONDS * walked.blocks, LEAST_REST_SECONDS)
         return may_find_more
+
+
+    def _next_place(self) -> _Place:
+        """Where the next walk begins: where the last one ended or, at least, began, unless that
+        block was used since: it is in use, or has moved to the queue's end."""
+        for place in self._walked_to:
+            if _is_free(place.block) and self._search.used_at(place.block) == place.used:
+                return place
+        return _Place(self._queue.fake_free_list_head, 0, 0)
+
+    def _step_back_from(self, block: Any) -> None:
+        """A block is about to move to the queue's head: a walk that ended there goes on where it
+        was."""
+        for place in self._walked_to:
+            if place.block is block:
+                place.block = block.prev_free_block
+                place.used = self._search.used_at(place.block)
 
 
 def _is_free(block: Any) -> bool:
