@@ -9,16 +9,29 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 from kvshm import _native
 from kvshm._base.forks import close_in_children
-from kvshm._shm.available_memory import reserve
+from kvshm._shm.available_memory import check_available, fallocate, reserve
 from kvshm._shm.fds import size_of_sealed
 from kvshm.errors import SegmentError, TransportError
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def may_be_huge() -> bool:
+    """Whether the kernel gives huge pages to shared memory that asks for them."""
+    try:
+        chosen = re.search(r"\[(.*)\]", _HUGE_PAGES.read_text())
+    except (OSError, ValueError):
+        return False
+    return chosen is not None and chosen[1] not in ("never", "deny")
 
 
 def _seal(fd: int) -> None:
@@ -55,25 +68,38 @@ class KVMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> KVMemory:
-        """Reserve ``nbytes`` of zeroed memory.  Raises TransportError if there is no room.  Blocks
-        while the kernel clears the pages (about a second per 4 GB); call it on the thread, bound to
-        the cores, that will use the memory."""
+        """Reserve ``nbytes`` of zeroed memory, in huge pages if the kernel gives some to shared
+        memory.  Raises TransportError if there is no room.  Blocks while the kernel clears the
+        pages (about a second per 4 GB); call it on the thread, bound to the cores, that will use
+        the memory."""
         if nbytes <= 0:
             raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
         try:
+            check_available(nbytes)
             fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
-                reserve(fd, nbytes)
+                os.ftruncate(fd, nbytes)
                 memory = cls(fd, nbytes)
             except BaseException:
                 os.close(fd)
                 raise
-            _seal(fd)  # after the mapping, which a seal would refuse; closed with ``memory``
+            try:
+                reserve(fd, nbytes, allocate=memory._allocate if may_be_huge() else fallocate)
+                _seal(fd)  # after the mapping, which a seal would refuse
+            except BaseException:
+                memory._mapping.close()  # now: the error's traceback holds it
+                memory.close()
+                raise
         except OSError as exc:
             raise TransportError(f"KV memory of {nbytes} bytes: {exc.strerror}") from exc
-        with suppress(OSError):  # a kernel without transparent huge pages
-            memory._mapping.madvise(mmap.MADV_HUGEPAGE)
         return memory
+
+    def _allocate(self, fd: int, start: int, nbytes: int) -> None:
+        """Through the mapping, which asks for huge pages: fallocate gives none.  Raises OSError."""
+        with suppress(OSError):  # a kernel that does not know one of the requests
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
+        fallocate(fd, start, nbytes)
 
     @property
     def buffer(self) -> memoryview:

@@ -48,12 +48,22 @@ def check_available(
         raise OSError(errno.ENOMEM, f"{taken + left} are available")
 
 
-def reserve(fd: int, nbytes: int, available: Callable[[], int] = available_bytes) -> None:
+def fallocate(fd: int, start: int, nbytes: int) -> None:
+    """Allocate pages of a file.  Raises OSError."""
+    os.posix_fallocate(fd, start, nbytes)
+
+
+def reserve(
+    fd: int,
+    nbytes: int,
+    available: Callable[[], int] = available_bytes,
+    allocate: Callable[[int, int, int], None] = fallocate,
+) -> None:
     """Allocate all pages of a file now, so that no later access can fail (SIGBUS).  Raises OSError;
     its ``strerror`` says why.  In steps: other processes may take memory meanwhile."""
     for start in range(0, nbytes, _STEP):
         check_available(nbytes, start, available)
-        os.posix_fallocate(fd, start, min(_STEP, nbytes - start))
+        allocate(fd, start, min(_STEP, nbytes - start))
 
 
 def _available_on_machine(proc: Path) -> int:

@@ -13,7 +13,8 @@ from threading import Barrier
 import pytest
 
 from kvshm.errors import TransportError
-from kvshm.transport.memory import KVMemory
+from kvshm.transport import memory as memory_module
+from kvshm.transport.memory import KVMemory, may_be_huge
 
 from ..descriptors import left_open, open_files
 
@@ -31,6 +32,42 @@ def test_memory_is_zeroed_writable_and_reserved(memory):
     stat = os.stat(f"/proc/self/fd/{memory._fd}")
     assert stat.st_blocks * 512 >= 100_000
     assert memory.address % mmap.PAGESIZE == 0
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["kernel knows it", "older kernel"])
+def test_memory_that_may_be_huge_is_allocated_through_its_mapping(monkeypatch, tmp_path, known):
+    """There pages are as large as the mapping asks for."""
+    offered = tmp_path / "shmem_enabled"
+    offered.write_text("always within_size [advise] never deny force\n")
+    monkeypatch.setattr(memory_module, "_HUGE_PAGES", offered)
+    if not known:
+        monkeypatch.setattr(memory_module, "_MADV_POPULATE_WRITE", 9999)
+    made = KVMemory.create(5_000_001)
+    assert resident(made) == known  # before anybody has touched it
+    assert made.buffer.tobytes() == bytes(5_000_001)
+    assert os.fstat(made._fd).st_blocks * 512 >= 5_000_001
+    with pytest.raises(PermissionError):
+        os.ftruncate(made._fd, 0)
+    made.close()
+
+
+def resident(memory: KVMemory) -> bool:
+    """Whether all its pages are mapped."""
+    wanted, found = f"{memory.address:x}-", 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if line.startswith(wanted):
+                found = next(int(each.split()[1]) for each in lines if each.startswith("Rss:"))
+    return found * 1024 >= memory.nbytes
+
+
+@pytest.mark.skipif(not may_be_huge(), reason="this kernel gives shared memory no huge pages")
+def test_memory_is_huge_where_the_kernel_gives_huge_pages():
+    made = KVMemory.create(8 << 20)
+    with open("/proc/self/smaps") as smaps:
+        text = smaps.read().partition(f"{made.address:x}-")[2]
+    assert int(text.partition("ShmemPmdMapped:")[2].split()[0]) >= 4 << 10
+    made.close()
 
 
 def test_the_read_only_descriptor_shows_the_same_bytes_and_refuses_writing(memory):
