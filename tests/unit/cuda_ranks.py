@@ -10,8 +10,9 @@ import msgspec
 
 from kvshm._base.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
-from kvshm.transport.cuda.export import DeviceMemory
+from kvshm.transport.cuda.export import HOST, DeviceMemory
 from kvshm.transport.cuda.transport import CudaIpcTransport
+from kvshm.transport.memory import KVMemory
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 
@@ -47,11 +48,14 @@ class Node:
         **extra: Any,
     ) -> Rank:
         driver = driver or self.machine.process(gpu, visible)
-        address = driver.make(NBYTES, kind)
-        memory = DeviceMemory(address, NBYTES)
+        memory: DeviceMemory | KVMemory
+        if kind == HOST:
+            memory = KVMemory.create(NBYTES)
+        else:
+            memory = DeviceMemory(driver.make(NBYTES, kind), NBYTES)
         socket = f"{self.run_dir}/{len(self.ranks)}"
         transport = CudaIpcTransport(memory, REGIONS, 0, socket, driver=driver, **extra)
-        rank = Rank(driver, address, transport)
+        rank = Rank(driver, memory.address, transport)
         rank.cache[:] = bytes([len(self.ranks) + 1]) * NBYTES
         self.ranks.append(rank)
         return rank

@@ -12,6 +12,7 @@ from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 from kvshm.transport.cuda import checksum
 from kvshm.transport.cuda.driver import CudaError, Route
+from kvshm.transport.cuda.export import HOST
 
 from ..doubles.cuda_fake import FakeDriver
 from .cuda_ranks import BLOCK, EPOCH, NBYTES, Node, copied, wire
@@ -161,6 +162,24 @@ def test_after_an_error_that_stays_nothing_of_a_copy_has_to_be_waited_for(node: 
         assert copy.fence()
         assert copy.poll() is CopyState.FAILED
         two.driver.failing = False
+
+
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_a_keeper_copies_by_the_copy_engines_if_there_is_such_a_call(
+    node: Node, monkeypatch: pytest.MonkeyPatch, has_batch: bool
+) -> None:
+    """The multiprocessors are the model's of another process."""
+    engine, keeper = node.rank(), node.rank(kind=HOST)
+    if not has_batch:
+
+        def missing(*_: object) -> None:
+            raise CudaError("cuMemcpyBatchAsync", "not in this driver")
+
+        monkeypatch.setattr(keeper.driver, "copy_batch", missing)
+    attachment = keeper.transport.attach(wire(engine.transport.export(EPOCH)))
+    assert attachment.route is (Route.BATCH if has_batch else Route.KERNEL)
+    assert copied(attachment) is CopyState.DONE
+    assert bytes(keeper.cache[:BLOCK]) == bytes([1]) * BLOCK
 
 
 def test_a_driver_without_batched_copies_leaves_the_kernel(

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from gpu_memory import held, no_gpu
 
+from kvshm import _native
 from kvshm.transport.cuda.copy_stream import copy_each
 from kvshm.transport.cuda.driver import CudaError, Driver, RegionRow, RegionTable, write
 from kvshm.transport.cuda.probe import upload
 from kvshm.transport.cuda.transport import current_driver
+from kvshm.transport.memory import KVMemory, map_read_only
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 
@@ -69,6 +71,38 @@ def ended(driver: Driver, event: Any) -> None:
 def test_what_is_written_is_read(driver: Driver) -> None:
     address, packed = filled(driver, 5000, seed=1)
     assert read(driver, address, 5000) == packed
+    driver.free(address)
+
+
+def test_registered_host_memory_is_read_and_written_by_the_gpu(driver: Driver) -> None:
+    """Twice, as two caches in one memory are, and as long as one of them is registered."""
+    memory, stream = KVMemory.create(1 << 20), driver.new_stream()
+    address, packed = filled(driver, 5000, seed=1)
+    reached = [driver.host_register(memory.address, 1 << 20, read_only=False) for _ in range(2)]
+    assert reached[0] == reached[1]
+    driver.copy(reached[0] + 4096, address, 5000, stream)
+    driver.synchronize(stream)
+    assert bytes(memory.buffer[4096 : 4096 + 5000]) == packed
+    driver.host_unregister(memory.address)
+    memory.buffer[:5000] = packed[::-1]
+    driver.copy(address, reached[1], 5000, stream)
+    driver.synchronize(stream)
+    assert read(driver, address, 5000) == packed[::-1]
+    driver.host_unregister(memory.address)
+    driver.free(address)
+
+
+def test_host_memory_that_is_mapped_for_reading_is_registered_for_reading(driver: Driver) -> None:
+    memory = KVMemory.create(1 << 20)
+    memory.buffer[:4] = b"kept"
+    pages = map_read_only(memory.read_only_fd())
+    own, stream = _native.address(pages), driver.new_stream()
+    reached = driver.host_register(own, len(pages), read_only=True)
+    address = driver.allocate(4)
+    driver.copy(address, reached, 4, stream)
+    driver.synchronize(stream)
+    assert read(driver, address, 4) == b"kept"
+    driver.host_unregister(own)
     driver.free(address)
 
 

@@ -16,11 +16,17 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 from kvshm.transport.cuda import vmm
 from kvshm.transport.cuda.driver import CudaError
+from kvshm.transport.cuda.export import HOST
+from kvshm.transport.memory import KVMemory
 
+from ..descriptors import left_open, open_files
+from ..multiprocess.processes import wait_until
 from .cuda_ranks import (
     BLOCK,
     EPOCH,
+    NBYTES,
     Node,
+    Rank,
     assert_only_own_memory,
     copied,
     details_of,
@@ -43,6 +49,64 @@ def test_an_allocation_is_opened_once_and_closed_with_its_last_user(node: Node) 
     two.transport._closer.close()
     assert len(two.transport.mappings) == 0
     assert_only_own_memory(two)
+
+
+def registered(rank: Rank) -> list[int]:
+    """Where others' host memory is registered in its process."""
+    return [address for address, m in rank.driver.mapped.items() if m.read_only]
+
+
+def test_a_keepers_memory_is_mapped_for_reading_until_its_last_user_ends(node: Node) -> None:
+    keeper, engine = node.rank(kind=HOST), node.rank()
+    descriptor = wire(keeper.transport.export(EPOCH))
+    attachment = engine.transport.attach(descriptor)
+    assert copied(attachment) is CopyState.DONE
+    assert bytes(engine.cache[:BLOCK]) == bytes([1]) * BLOCK
+    assert len(registered(engine)) == 2  # the memory and the probe
+    still_mapped = keeper.transport.withdraw()
+    assert still_mapped() == 2
+    attachment.close()
+    wait_for_closer(engine.transport)
+    assert not registered(engine)
+    wait_until(lambda: still_mapped() == 0, "the keeper hears of it")
+
+
+def test_a_driver_that_registers_nothing_for_reading_is_refused_by_name(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, engine = node.rank(kind=HOST), node.rank()
+    descriptor = wire(keeper.transport.export(EPOCH))
+
+    def refuse(*_: object, **__: object) -> int:
+        raise CudaError("cuMemHostRegister", "CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setattr(engine.driver, "host_register", refuse)
+    before = open_files()
+    with pytest.raises(TransportError, match="cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED"):
+        engine.transport.attach(descriptor)
+    wait_until(lambda: not left_open(before), "its connection is closed")
+
+
+@pytest.mark.parametrize("lie", ["unsealed", "short"])
+def test_a_keepers_memory_that_may_be_cut_short_or_is_too_short_is_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    keeper, engine = node.rank(kind=HOST), node.rank()
+
+    def descriptor_of(_: object) -> int:
+        if lie == "short":
+            return descriptor_of_short(KVMemory.create(100))
+        fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(fd, 0, NBYTES)
+        return fd
+
+    descriptor_of_short = KVMemory.read_only_fd
+    monkeypatch.setattr(KVMemory, "read_only_fd", descriptor_of)
+    descriptor = wire(keeper.transport.export(EPOCH))
+    said = {"unsealed": "not sealed", "short": "the peer's memory has 100 bytes"}[lie]
+    with pytest.raises(TransportError, match=said):
+        engine.transport.attach(descriptor)
+    assert not registered(engine)
 
 
 def test_a_mapping_outlives_copies_begun_before_the_close(node: Node) -> None:
