@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[Step, ...]] = {
             # The kernel itself runs here, and triton's interpreter not with every numpy.
             "-k", "not played and not interpreted",
         ),
-        _tests("conformance", 135, "tests/conformance", "-k", "cuda and not played"),
+        _tests("conformance", 135, "tests/conformance", "-k", "cuda and not played and not host"),
         _tests("bytes", 160, "tests/gpu/test_bytes.py"),
     ),
     "b": (
@@ -67,6 +67,10 @@ PARTS: dict[str, tuple[Step, ...]] = {
         _tests("peers", 30, "tests/gpu/test_peers.py"),
         _tests("sanitizer", 140, "tests/gpu/test_sanitizer.py"),
         _program("mps", 60, "benchmarks/gpu_mps.py"),  # last: it may end other processes' work
+    ),
+    "e": (
+        _tests("host", 90, "tests/conformance", "-k", "host and not played"),
+        _tests("keeper", 90, "tests/gpu/test_keeper.py"),
     ),
 }  # fmt: skip
 

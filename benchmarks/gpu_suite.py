@@ -1,6 +1,6 @@
 """Runs parts of what needs a GPU, whatever fails, and writes what was seen into files.
 
-    python3 benchmarks/gpu_suite.py a        # or b, c, d, several, or steps: gpu_steps.py
+    python3 benchmarks/gpu_suite.py a        # or b, c, d, e, several, or steps: gpu_steps.py
 
 Names of steps make one part together.  A part takes eight minutes at most: each of its steps has a
 limit, after which its processes are killed and the next step begins.  With KVSHM_GPU_RESULTS=FOLDER

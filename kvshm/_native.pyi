@@ -104,14 +104,15 @@ def find_duplicates(
     /,
 ) -> FoundDuplicates:
     """Walk such a queue from behind ``begin`` until ``wanted`` duplicates were found that no block
-    needs which stays, or ``most`` blocks were walked, or the queue has ended.  One that was used too
-    lately stays: less than ``ratio`` times as long ago as the first last copy that was walked; and
-    so do prefixes of fewer blocks than are imported, and what is behind the last one that would be.
-    Returns the duplicates, the last block walked, how many were, whether the queue has ended, and
-    for how many seconds that last copy has rested.  ``limits``: the present tick of the marks, the
-    table's age in milliseconds, ``ratio``, those seconds of the walk before (0: none was met), and
-    the fewest and most blocks of an import.  ``needed``: room that walks share, of 8 bytes for each of a
-    power of two of hashes, 0 at first; a walk uses what others of its ``turn`` have put there."""
+    needs which stays, or ``most`` blocks were walked, or the queue has ended.  One that was used
+    too lately stays: less than ``ratio`` times as long ago as the first last copy that was walked;
+    and so do prefixes of fewer blocks than are imported, and what is behind the last one that would
+    be.  Returns the duplicates, the last block walked, how many were, whether the queue has ended,
+    and for how many seconds that last copy has rested.  ``limits``: the present tick of the marks,
+    the table's age in milliseconds, ``ratio``, those seconds of the walk before (0: none was met),
+    and the fewest and most blocks of an import.  ``needed``: room that walks share, of 8 bytes for
+    each of a power of two of hashes, 0 at first; a walk uses what others of its ``turn`` have put
+    there."""
 
 def still_duplicates(
     table: Buffer,

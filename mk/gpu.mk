@@ -9,11 +9,11 @@ GPU_PYTHON ?= python3
 GPU_VERSION ?= 3.12
 GPU_WHEELS := pyzmq msgspec xxhash pytest pytest-timeout
 GPU_SUITE := $(GPU_PYTHON) benchmarks/gpu_suite.py
-GPU_STEPS := roundtrip driver conformance bytes death peers sanitizer mps namespaces stalls \
+GPU_STEPS := roundtrip driver conformance host bytes death keeper peers sanitizer mps namespaces stalls \
 	import-times copy-rates copy-ways
 
 .PHONY: gpu-wheels gpu-prepare gpu-ready verify-gpu test-gpu bench-gpu rehearse-gpu \
-	gpu-parts gpu-a gpu-b gpu-c gpu-d gpu-demos $(GPU_STEPS:%=gpu-%)
+	gpu-parts gpu-a gpu-b gpu-c gpu-d gpu-e gpu-demos $(GPU_STEPS:%=gpu-%)
 
 gpu-wheels: wheel ## collect in dist/gpu what a GPU machine lacks, for its Python (GPU_VERSION=3.12)
 	rm -rf dist/gpu
@@ -34,7 +34,7 @@ verify-gpu: ## all of these on a GPU machine, whatever fails; results in the fol
 		&& echo verify-gpu-vllm)
 
 gpu-parts:
-	$(GPU_SUITE) a b c d
+	$(GPU_SUITE) a b c d e
 gpu-a: ## round trip, driver, conformance, every byte: plain memory and VMM memory
 	$(GPU_SUITE) a
 gpu-b: ## deaths, demos, imports beside decoding, stalls while memory is attached
@@ -43,9 +43,11 @@ gpu-c: ## copy rates, idle and beside decoding, and beside other ways to copy
 	$(GPU_SUITE) c
 gpu-d: ## namespaces, two GPUs, compute-sanitizer, MPS
 	$(GPU_SUITE) d
+gpu-e: ## host memory of a keeper
+	$(GPU_SUITE) e
 
 test-gpu: ## the CUDA transport on real GPUs, several processes; needs no vLLM
-	$(GPU_SUITE) roundtrip driver conformance bytes death peers sanitizer demo prefix-demo
+	$(GPU_SUITE) roundtrip driver conformance bytes death keeper peers sanitizer demo prefix-demo
 bench-gpu: ## copy rates, imports and stalls, one JSON line each
 	$(GPU_SUITE) copy-rates copy-ways import-times stalls
 gpu-demos:

@@ -61,6 +61,7 @@ class Peer:
 
 class Rig(ABC):
     fixtures: tuple[str, ...] = ()
+
     def __init__(self) -> None:
         self.peers: list[Peer] = []
 

@@ -53,7 +53,8 @@ class Engine:
         return [found.length, [owner.name for owner in found.owners]]
 
     def load(self, blocks: int) -> list[Any]:
-        """Import the prompt into the last blocks; returns how that ended, and how many are right."""
+        """Import the prompt into the last blocks; returns how that ended, and how many
+        are right."""
         keys, targets = self._keys(blocks), range(BLOCKS - blocks, BLOCKS)
         load = self.node.load(self.node.lookup(keys), targets)
         end = time.monotonic() + PATIENCE_SECONDS

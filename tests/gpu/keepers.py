@@ -52,9 +52,7 @@ def kept_in(run_dir: str) -> int:
 
 
 @contextmanager
-def engine(
-    run_dir: str, name: str, namespace: str = "default", **given: str
-) -> Iterator[GpuPeer]:
+def engine(run_dir: str, name: str, namespace: str = "default", **given: str) -> Iterator[GpuPeer]:
     path = [given.get("PYTHONPATH"), *sys.path]
     environment = {**given, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     with GpuPeer(program=PROGRAM, environment=environment) as peer:

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 
-from kvshm import Config, LoadState, Reader
+from kvshm import Config, LoadState, Reader, Region
 
 from .joined import Toy, ended
 from .processes import PATIENCE_SECONDS, Managed, Node, wait_until
 
 PAGE = os.sysconf("SC_PAGESIZE")
+WIDE = [Region(i * 64, 1 << 13, 1, 1) for i in range(65)]
+"""Of one block, whose regions take a cache line each, and more than a page together."""
 
 
 class Keeper:

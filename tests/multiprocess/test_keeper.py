@@ -11,17 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import Config, Group, LoadState, Reader, Region
+from kvshm import Config, Group, LoadState, Reader
 from kvshm.tools.kv.kept_files import SUFFIX
 
 from .joined import TOKENS, Toy, Toys, ended, served
-from .keepers import Keeper, imports, kvshm, prompt
+from .keepers import WIDE, Keeper, imports, kvshm, prompt
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-WIDE = [Region(i * 64, 1 << 13, 1, 1) for i in range(65)]
-"""Of one block, whose regions take a cache line each, and more than a page together."""
 
 
 @pytest.fixture
@@ -137,40 +134,6 @@ def test_top_shows_what_its_memory_is_good_for(place: Node, toys: Toys) -> None:
     assert (engine["duplicate_blocks"], engine["last_copy_blocks"]) == (3, 5)
 
 
-def test_engines_of_several_kinds_share_its_memory(place: Node, toys: Toys) -> None:
-    """The one whose engines have gone gives way first, with all it has."""
-    keeper = Keeper(place, 12, "--give-way-after", "0")
-    a, other = toys.join("a"), toys.join("other", kind="another")
-    ours, theirs = prompt(a, b"1"), prompt(other, b"2")
-    a.compute(ours, range(6))
-    other.compute(theirs, range(6))
-    keeper.wait_for(ours)
-    keeper.wait_for(theirs)
-    other.node.close()
-    more = prompt(a, b"3", 4)
-    a.compute(more, range(6, 10))
-    keeper.process.wait_out(lambda line: line.startswith("gave way: m,"))
-    again = prompt(a, b"4", 2)
-    a.compute(again, range(10, 12))
-    keeper.wait_for(again)
-    assert keeper.has(ours) == [True] * 6
-    assert not any(keeper.has(theirs))
-
-
-def test_memory_moves_to_engines_of_another_kind_block_by_block(place: Node, toys: Toys) -> None:
-    keeper = Keeper(place, 6)
-    a = toys.join("a")
-    ours = prompt(a, b"1")
-    a.compute(ours, range(6))
-    keeper.wait_for(ours)
-    b, c = toys.join("b", kind="another"), toys.join("c", kind="another")
-    theirs = prompt(b, b"2", 2)
-    for toy in (b, c):
-        toy.compute(theirs, range(2))
-    keeper.wait_for(theirs)
-    assert keeper.has(ours) == [True] * 4 + [False] * 2
-
-
 def test_a_second_keeper_keeps_what_the_first_has_no_room_for_and_takes_over(
     place: Node, toys: Toys
 ) -> None:
@@ -221,19 +184,6 @@ def test_what_an_engine_withdraws_while_it_goes_on_is_not_kept(
 def names_of(place: Node) -> list[str]:
     with Reader(Config(run_dir=str(place.run_dir), namespace=place.namespace)) as reader:
         return [view.name for view in reader.engines()]
-
-
-def test_a_ninth_kind_waits_until_another_one_gives_way(place: Node, toys: Toys) -> None:
-    keeper = Keeper(place, 1000, "--give-way-after", "1000")
-    for number in range(8):
-        toy = toys.join(f"{number}", kind=f"{number}")
-        keys = prompt(toy, b"%d" % number)
-        toy.compute(keys, range(6))
-        keeper.wait_for(keys)
-        toy.node.close()
-    toys.join("8", kind="8")
-    keeper.process.wait_out(lambda line: line.startswith("keeping nothing of engine 8"))
-    assert keeper.metric("published_blocks") == 8 * 6
 
 
 def test_what_kills_it_costs_no_byte_and_leaves_nothing(place: Node, toys: Toys) -> None:

@@ -1,5 +1,5 @@
-"""A keeper of engines whose caches lie in memory of a played GPU: the real cuda-bindings, ending in a
-library that plays CUDA in host memory (tests/played_cuda)."""
+"""A keeper of engines whose caches lie in memory of a played GPU: the real cuda-bindings, ending in
+a library that plays CUDA in host memory (tests/played_cuda)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs the Python of all GPU scripts to its end, on a machine without a GPU: `make rehearse-gpu`.
 
-    python -m tests.played_cuda.rehearse [a b c d]
+    python -m tests.played_cuda.rehearse [a b c d e]
 
 The suite runs as on a GPU, with small sizes, over the played driver (library) and with torch's CUDA
 functions on the CPU (stand_in).  A rate or a time from it means nothing.  Not rehearsed, since
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATIENCE = "5"
 """Limits are those of 16 cores."""
-PARTS = ("a", "b", "c", "d")
+PARTS = ("a", "b", "c", "d", "e")
 
 
 def main() -> int:

@@ -198,6 +198,9 @@ def test_no_byte_is_in_two_blocks_and_all_memory_can_be_used(
         own = sorted(block for number, block in used if number == shelf)
         if step == "take":
             spare = room.spare(shelf)
+            room.give_up(shelf, room.idle(shelf))
+            assert room.spare(shelf) == spare
+            assert room.can_take(shelf) == (spare > 0)
             block = room.take(shelf)
             assert (block is not None) == (spare > 0)
             if block is not None:
@@ -235,6 +238,21 @@ def test_one_shelf_can_use_all_memory_and_another_one_after_it(stride: int) -> N
         assert sorted(blocks) == list(range(MEMORY // stride))
         assert room.take(shelf) is None
         room.close(shelf)
+
+
+def test_a_slab_that_a_shelf_does_not_use_counts_as_room_and_can_be_had() -> None:
+    room = Room(MEMORY, 1, 8)  # slabs of 5
+    room.open(1, 5)
+    room.open(2, 10)
+    assert [room.take(1) for _ in range(8)] == [*range(8)]
+    for block in (0, 1, 3):
+        room.leave(1, block)
+    assert room.idle(2) == [0, 1, 3]
+    assert list(room.owners(2, [0, 1, 3])) == [1]
+    assert (room.spare(2), room.can_take(2)) == (1, False)
+    room.give_up(2, room.idle(2))
+    assert (room.take(2), room.take(2)) == (0, None)
+    assert room.idle(1) == []
 
 
 def test_what_gives_way_counts_as_room_and_slabs_apart_do_not() -> None:

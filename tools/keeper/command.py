@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "into memory of its own, and let them import it from there when they have lost it, also "
         "after all of them were started again. As long as there is room everything is kept; then "
         "what was used twice, in place of what was not used for longest. Engines never wait for "
-        "it, and it may be stopped or killed at any time. Host memory only: engines whose KV "
-        "cache is on a GPU are named and left out."
+        "it, and it may be stopped or killed at any time. Blocks of engines on a GPU are kept in "
+        "host memory, too, if this process can use a GPU."
     )
     parser.epilog = (
         "exit status: 0 ended by SIGTERM or SIGINT; 1 it cannot serve; 2 wrong command line or "

@@ -183,35 +183,52 @@ class Keeper:
 
     def _make_room(self, shelf: Shelf, now: float) -> bool:
         """Let a block go or, if it is another shelf's, all that are in its way; or all of a
-        fingerprint whose engines are away.  Whether one did."""
+        fingerprint whose engines are away, or slabs that another shelf does not use.  Whether
+        there is room now."""
         if self._close_absent(now - self._limits.absent_seconds, but=shelf):
             return True
-        if (gone := self._candidate()) is None:
-            return False
+        if self._hand_over(shelf, self._room.idle(shelf.number)):
+            return True
+        for _ in range(MOST_SPARED):
+            if (gone := self._candidate()) is None:
+                return False
+            if self._replace(gone, shelf, now):
+                return True
+            self._eviction.use(gone)
+        return False
+
+    def _replace(self, gone: KeptName, shelf: Shelf, now: float) -> bool:
+        """Let a block go, and what else is in the way of a block of this shelf's there.  Whether
+        that could be done."""
         holder = self._numbered()[gone.shelf]
         if holder is shelf:
             self._evict(holder, gone.name, now)
             return True
         slabs = self._room.window(shelf.number, holder.byte_of(gone.name))
-        if self._clear(shelf, slabs, now) and self._room.spare(shelf.number):
-            return True
-        self._eviction.use(gone)  # another one, next time
-        return False
+        return self._clear(shelf, slabs, now) and self._hand_over(shelf, slabs)
 
     def _clear(self, shelf: Shelf, slabs: Sequence[int], now: float) -> bool:
-        """Let all go that other shelves keep in these slabs, and make them this shelf's to take;
-        not if one of the blocks is being filled, or engines in drain alone have it besides."""
+        """Let all go that other shelves keep in these slabs; not if one of the blocks is being
+        filled or read, or engines in drain alone have it besides."""
         shelves, going = self._numbered(), list[KeptName]()
         for number, blocks in self._room.in_the_way(shelf.number, slabs).items():
             if (names := shelves[number].names_in(blocks)) is None:
                 return False
-            if any(map(shelves[number].is_last, names)):
+            if any(map(shelves[number].is_needed, names)):
                 return False
             going += [KeptName(number, name) for name in names]
         for number, name in going:
             self._evict(shelves[number], name, now)
-        self._room.give_up(shelf.number, slabs)
         return True
+
+    def _hand_over(self, shelf: Shelf, slabs: Sequence[int]) -> bool:
+        """Make slabs a shelf's to take, in which no other one uses a block.  Whether it can fill a
+        block now."""
+        shelves = self._numbered()
+        for number in self._room.owners(shelf.number, slabs):
+            shelves[number].node.drain()  # an importer that reads there discards what it has read
+        self._room.give_up(shelf.number, slabs)
+        return self._room.can_take(shelf.number)
 
     def _numbered(self) -> dict[int, Shelf]:
         return {shelf.number: shelf for shelf in self._shelves.values()}

@@ -11,6 +11,7 @@ shelf uses those blocks of its grid that lie in its slabs::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import groupby
 
@@ -25,6 +26,8 @@ class Grid:
         self.free: list[int] = []
         """Blocks in own slabs that may be filled; the last one is next."""
         self.used: set[int] = set()
+        self.in_use = Counter[int]()
+        """How many used blocks have a byte in each slab."""
 
 
 class Room:
@@ -56,7 +59,11 @@ class Room:
         shelves that are ``giving_way``."""
         stride, blocks = self._grids[shelf].stride, 0
         mine = (None, shelf, *giving_way)
-        for its, run in groupby(range(len(self._owners)), lambda at: self._owners[at] in mine):
+
+        def may_be_its(slab: int) -> bool:
+            return self._owners[slab] in mine or self._is_idle(slab)
+
+        for its, run in groupby(range(len(self._owners)), may_be_its):
             slabs = list(run)
             first = -(-slabs[0] * self._slab // stride)
             blocks += max((slabs[-1] + 1) * self._slab // stride - first, 0) if its else 0
@@ -69,6 +76,7 @@ class Room:
             return None
         block = grid.free.pop()
         grid.used.add(block)
+        grid.in_use.update(self._slabs_of(grid, block))
         return block
 
     def leave(self, shelf: int, block: int) -> None:
@@ -76,6 +84,21 @@ class Room:
         grid = self._grids[shelf]
         grid.used.remove(block)
         grid.free.append(block)
+        grid.in_use.subtract(self._slabs_of(grid, block))
+
+    def idle(self, shelf: int) -> list[int]:
+        """Return the slabs of other shelves in which no block is used."""
+        owners = enumerate(self._owners)
+        return [slab for slab, owner in owners if owner != shelf and self._is_idle(slab)]
+
+    def owners(self, shelf: int, slabs: Collection[int]) -> Collection[int]:
+        """Return the other shelves to which these slabs belong."""
+        return self._others(shelf, slabs).keys()
+
+    def can_take(self, shelf: int) -> bool:
+        """Whether ``take`` would return a block."""
+        grid = self._grids[shelf]
+        return bool(grid.free) or self._next_slabs(shelf, grid) is not None
 
     def window(self, shelf: int, at: int) -> range:
         """Return the slabs that a shelf needs for its block around byte ``at``; for its last one if
@@ -100,10 +123,14 @@ class Room:
             lost = self._touching(grid, its)
             around = {slab for block in lost for slab in self._slabs_of(grid, block)}
             for slab in around.union(its):
-                idle = grid.used.isdisjoint(self._touching(grid, (slab,)))
-                if self._owners[slab] == owner and idle:
+                if self._owners[slab] == owner and self._is_idle(slab):
                     self._owners[slab] = None
             grid.free = [each for each in grid.free if self._owns(owner, grid, each)]
+
+    def _is_idle(self, slab: int) -> bool:
+        """Whether no block of its owner's in it is used."""
+        owner = self._owners[slab]
+        return owner is not None and not self._grids[owner].in_use[slab]
 
     def _others(self, shelf: int, slabs: Collection[int]) -> dict[int, list[int]]:
         """Those of the slabs that follow each other which are other shelves', by owner."""
@@ -117,14 +144,20 @@ class Room:
 
     def _grow(self, shelf: int, grid: Grid) -> bool:
         """Take slabs for at least one more block.  Whether there were such."""
+        if (slabs := self._next_slabs(shelf, grid)) is None:
+            return False
+        self._take_slabs(shelf, grid, slabs)
+        return True
+
+    def _next_slabs(self, shelf: int, grid: Grid) -> range | None:
+        """Slabs with one more block, not all of them its own yet."""
         for slab in range(len(self._owners)):
             if self._owners[slab] is None:
                 for block in self._touching(grid, (slab,)):
                     wanted = self._slabs_of(grid, block)
                     if all(self._owners[each] in (None, shelf) for each in wanted):
-                        self._take_slabs(shelf, grid, wanted)
-                        return True
-        return False
+                        return wanted
+        return None
 
     def _take_slabs(self, shelf: int, grid: Grid, slabs: Collection[int]) -> None:
         fresh = [slab for slab in slabs if self._owners[slab] is None]

@@ -66,11 +66,11 @@ class CudaIpcTransport(OwnCache):
         programs: int = 0,
         driver: Driver | None = None,
     ) -> None:
-        """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.  Host memory is
-        page-locked: GPUs copy into it and out of it.  All of it is one or the other.
+        """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.  Host memory
+        is page-locked: GPUs copy into it and out of it.  All of it is one or the other.
 
-        ``socket_path``: the socket that hands out VMM and host memory.  ``staging``: copy through host
-        memory between GPUs that cannot reach each other, instead of leaving them unshared.
+        ``socket_path``: the socket that hands out VMM and host memory.  ``staging``: copy through
+        host memory between GPUs that cannot reach each other, instead of leaving them unshared.
         ``programs``: of the copy kernel; 0: two per multiprocessor.  ``driver``: by default that of
         torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
@@ -78,7 +78,6 @@ class CudaIpcTransport(OwnCache):
         super().__init__([m.nbytes for m in given], regions, rank, fault)
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
-        self._in_host = any(isinstance(m, KVMemory) for m in given)
         with ExitStack() as undone:
             self.memory = tuple(self._reached(m, undone) for m in given)
             self.copy_stream = CopyStream(self.driver, self.driver.compute_stream(), programs)
@@ -96,6 +95,10 @@ class CudaIpcTransport(OwnCache):
         self._export = OwnExport(self.driver, self.memory, self._socket_path, self._prober.stream)
         self._zeros = 0
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
+
+    @property
+    def _in_host(self) -> bool:
+        return any(memory.host is not None for memory in self.memory)
 
     def _reached(self, memory: DeviceMemory | KVMemory, undone: ExitStack) -> DeviceMemory:
         """Return a memory where the GPU sees it."""

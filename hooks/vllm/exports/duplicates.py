@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvshm.halves import DUPLICATES_REUSED, LAST_COPIES_REUSED, DuplicateSearch, SchedulerHalf
 
@@ -30,8 +30,9 @@ AHEAD = 64
 MOST_WALKED = 1024
 """Blocks to look at in one walk.  The next one goes on there, unless there are enough duplicates
 nearer to the queue's head."""
-MOST_ROUNDS = 4
-"""How often others take the place of duplicates that are none any more, or were used since."""
+MOST_ASKED = 256
+"""Duplicates to look at once more for one allocation, where many are none any more: another engine
+has just dropped its copies, or they were used since."""
 REST_SECONDS = 20e-6
 """After a walk that found fewer there is none for so long for each block that it looked at: a
 hundred times as long as it took."""
@@ -53,6 +54,20 @@ class _Place:
     """Free blocks up to it, or fewer."""
 
 
+class _Found(NamedTuple):
+    """A duplicate that a walk has found."""
+
+    block: Any
+    used: int
+    """When it was used last."""
+    hash: Any
+    """Of its contents."""
+
+    def is_cached(self) -> bool:
+        """Whether it is free, with these contents.  Blocks without contents are first already."""
+        return _is_free(self.block) and None is not self.hash == self.block.block_hash
+
+
 class Duplicates:
     """The duplicates among one engine's free blocks.  Scheduler's thread."""
 
@@ -68,8 +83,10 @@ class Duplicates:
         self._search = search
         self._queue = queue
         self._clock = clock
-        self._found: deque[tuple[Any, int]] = deque()
-        """Duplicates that a walk found, each with its last use then."""
+        self._found: deque[_Found] = deque()
+        """Duplicates that walks have found, and are not taken yet."""
+        self._known: set[int] = set()
+        """The ids of these, and of those that are being taken."""
         self._walked_to: list[_Place] = []
         """Where the next walk begins, and last where the one before it did, if that block has been
         used meanwhile; unless one is left, at the queue's head."""
@@ -90,6 +107,7 @@ class Duplicates:
         if not wanted:
             return
         chosen = self._choose(wanted)
+        self._known.difference_update(block.block_id for block in chosen)
         for reached in self._walked_to:
             reached.passed -= wanted
         for block in chosen:
@@ -109,15 +127,18 @@ class Duplicates:
         """Duplicates as of now, ``wanted`` of them at most."""
         if len(self._found) < wanted:
             self._begin_anew()
-        chosen, used_at = list[Any](), self._search.used_at
-        for _ in range(MOST_ROUNDS):
-            if not (missing := wanted - len(chosen)) or not self._have_found(missing, chosen):
+        chosen, used_at, asked = list[Any](), self._search.used_at, 0
+        while (missing := wanted - len(chosen)) and asked < MOST_ASKED + wanted:
+            if not self._have_found(missing):
                 break
             taken = [self._found.popleft() for _ in range(min(missing, len(self._found)))]
+            asked += len(taken)
             # One that was used meanwhile is no longer the one that rested longest, or is in use.
-            still = [block for block, used in taken if used_at(block) == used and _is_cached(block)]
-            if still:
-                chosen += self._search.confirm(still, anew=not chosen)
+            still = [f.block for f in taken if used_at(f.block) == f.used and f.is_cached()]
+            good = self._search.confirm(still, anew=not chosen) if still else []
+            self._known.difference_update(found.block.block_id for found in taken)
+            self._known.update(block.block_id for block in good)
+            chosen += good
         return chosen
 
     def _begin_anew(self) -> None:
@@ -126,15 +147,16 @@ class Duplicates:
         near = self._queue.num_free_blocks <= MOST_WALKED or self._are_near_head
         if near and self._clock() >= self._rests_until:
             self._found.clear()
+            self._known.clear()
             self._walked_to = []
 
-    def _have_found(self, wanted: int, chosen: list[Any]) -> bool:
+    def _have_found(self, wanted: int) -> bool:
         """Walk on until so many duplicates are known besides the chosen ones; whether any is."""
-        while len(self._found) < wanted and self._find_more(chosen):
+        while len(self._found) < wanted and self._find_more():
             pass
         return bool(self._found)
 
-    def _find_more(self, chosen: list[Any]) -> bool:
+    def _find_more(self) -> bool:
         """Walk on to more duplicates; whether another walk may find more."""
         if (now := self._clock()) < self._rests_until:
             return False
@@ -149,15 +171,14 @@ class Duplicates:
         ended = walked.ended or walked.blocks >= left
         last = _Place(walked.last, self._search.used_at(walked.last), passed)
         self._walked_to = [] if ended else [last, began]
-        known = {id(block) for block, _ in self._found} | set(map(id, chosen))
-        new = [block for block in walked.found if id(block) not in known]
-        self._found += [(block, self._search.used_at(block)) for block in new]
+        new = [block for block in walked.found if block.block_id not in self._known]
+        self._found += [_Found(b, self._search.used_at(b), b.block_hash) for b in new]
+        self._known.update(block.block_id for block in new)
         self._are_near_head = passed <= MOST_WALKED and len(walked.found) == AHEAD
         may_find_more = len(new) == AHEAD or (ended and not anew)
         if not may_find_more:
             self._rests_until = now + max(REST_SECONDS * walked.blocks, LEAST_REST_SECONDS)
         return may_find_more
-
 
     def _next_place(self) -> _Place:
         """Where the next walk begins: where the last one ended or, at least, began, unless that
@@ -178,11 +199,6 @@ class Duplicates:
 
 def _is_free(block: Any) -> bool:
     return block.next_free_block is not None
-
-
-def _is_cached(block: Any) -> bool:
-    """Whether a block is free and has contents; those without are first already."""
-    return _is_free(block) and block.block_hash is not None
 
 
 def _put_behind(block: Any, place: Any) -> None:
