@@ -22,8 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import os
 import random
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -45,6 +49,7 @@ WARM_UP_SECONDS = 15.0
 WARM_UP_RATE = 4.0
 """At most: an arm that cannot keep up must not begin with a queue."""
 ANSWER_TOKENS = 8
+BLOCK_TOKENS = 128
 PATIENCE_SECONDS = 180.0
 PERCENTILES = (50, 90, 99)
 LEAST_REQUESTS = 20
@@ -235,21 +240,37 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--against {options.against}: not one of the arms")
     positive = ("repetitions", "rate", "seconds", "prefixes", "prefix_tokens", "tail_tokens")
     for name in (*positive, "engines", "blocks", "extra_gb"):
-        if getattr(options, name) <= 0:
+        if not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: not above 0")
+    for name in ("zipf", "shift", "agents"):
+        if not 0 <= getattr(options, name) < math.inf:
+            parser.error(f"--{name} {getattr(options, name)}: not 0 or above")
     if options.rate * options.seconds < LEAST_REQUESTS:
         parser.error(f"--rate times --seconds: below {LEAST_REQUESTS}, too few for percentiles")
     stores = [arm for arm in options.arms if KINDS[arm.rpartition("-")[0]].stores]
     if stores and not (options.lmcache and (options.lmcache / "lmcache").is_dir()):
         parser.error(f"{stores[0]} needs --lmcache FOLDER, into which LMCache was installed")
-    if options.plot and find_spec("matplotlib") is None:
+    longest, room = _traffic(options).longest_prompt + ANSWER_TOKENS, options.blocks * BLOCK_TOKENS
+    if longest > room:
+        parser.error(f"--blocks {options.blocks}: {room} tokens, a prompt has up to {longest}")
+    if options.plot:
+        _check_plot(parser, options.plot)
+
+
+def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
+    if not os.access(path.parent, os.W_OK):
+        parser.error(f"--plot {path}: no file can be written there")
+    if find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in kinds:
+        parser.error(f"--plot {path}: name a file that ends in one of {', '.join(sorted(kinds))}")
 
 
-def main() -> None:
-    """Command line: print a line of JSON for each run, and one for all."""
-    options = _options()
-    traffic = Traffic(
+def _traffic(options: argparse.Namespace) -> Traffic:
+    return Traffic(
         options.rate,
         options.seconds,
         options.prefixes,
@@ -259,6 +280,13 @@ def main() -> None:
         options.shift,
         options.agents,
     )
+
+
+def main() -> None:
+    """Command line: print a line of JSON for each run, and one for all."""
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    traffic = _traffic(options)
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.arms}
     with TemporaryDirectory(prefix="load-") as directory:
         model = write_model(Path(directory) / "model")
@@ -270,8 +298,6 @@ def main() -> None:
             for arm, result in repetition(number, options.arms, setting, traffic):
                 results[arm].append(result)
                 print(json.dumps({"repetition": number, "arm": arm, **result}), flush=True)
-    if options.plot:
-        plot(results, options.plot)
     report(
         "load",
         traffic=asdict(traffic),
@@ -280,6 +306,8 @@ def main() -> None:
         against=options.against,
         arms=compared(results, options.against),
     )
+    if options.plot:
+        plot(results, options.plot)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from aiohttp import web
-from bench_load import PATIENCE_SECONDS, Answer, Run, drive, summary
+from bench_load import PATIENCE_SECONDS, Answer, Run, drive, main, summary
 from load_traffic import Request, round_robin
 from local_node import PromptTokens
 
@@ -50,6 +51,34 @@ async def driven(kinds: list[int]) -> Run:
         return await drive([engine], requests, round_robin())
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rate", "nan"], "--rate nan: not above 0"),
+        (["--rate", "inf"], "--rate inf: not above 0"),
+        (["--zipf", "nan"], "--zipf nan: not 0 or above"),
+        (["--agents", "-3"], "--agents -3: not 0 or above"),
+        (["--blocks", "5"], "--blocks 5: 640 tokens, a prompt has up to 2116"),
+        (["--plot", "load.nonsense"], "name a file that ends in one of"),
+        (["--plot", "/nonexistent/load.svg"], "no file can be written there"),
+    ],
+    ids=str,
+)
+def test_what_would_fail_after_minutes_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    if "nonsense" in arguments[-1]:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr("sys.argv", ["bench_load.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_requests_are_sent_when_due_and_failures_are_known() -> None:
