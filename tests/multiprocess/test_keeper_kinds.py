@@ -50,10 +50,14 @@ def test_memory_moves_to_engines_of_another_kind_block_by_block(place: Node, toy
     keeper.wait_for(ours)
     b, c = toys.join("b", kind="another"), toys.join("c", kind="another")
     theirs = prompt(b, b"2", 2)
+    d = toys.join("d")
+    a.node.retract(range(6))
+    wait_until(lambda: d.node.lookup(ours).length == 6, "another engine finds them")
     for toy in (b, c):
         toy.compute(theirs, range(2))
     keeper.wait_for(theirs)
     assert keeper.has(ours) == [True] * 4 + [False] * 2
+    wait_until(lambda: d.node.lookup(ours).length == 4, "it hears what has gone")
 
 
 def test_a_ninth_kind_waits_until_another_one_gives_way(place: Node, toys: Toys) -> None:

@@ -16,7 +16,7 @@ from kvshm.config import Config, Share
 from kvshm.errors import ConfigError, MisuseError
 
 from ..options import add_place, number, parse_size
-from ..output import clean
+from ..output import EXIT_FAILED, clean
 from ..signals import ending_signals
 from .keeper import Keeper, Limits
 from .numa import bind_memory
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "host memory, too, if this process can use a GPU."
     )
     parser.epilog = (
-        "exit status: 0 ended by SIGTERM or SIGINT; 1 it cannot serve; 2 wrong command line or "
-        "setting"
+        "exit status: 0 ended by SIGTERM or SIGINT; 1 it cannot serve, or not all could be written "
+        "into --files; 2 wrong command line or setting, or another keeper has that folder"
     )
     add = parser.add_argument
     add("--memory", type=parse_size, required=True, metavar="SIZE", help="for blocks, as 8G")
@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--files",
         type=Path,
         metavar="FOLDER",
-        help="write all blocks into files there at the end (SIGTERM, SIGINT), and read them at the "
-        "next start: for a reboot",
+        help="write all blocks into files there at the end (SIGTERM, SIGINT), and read and remove "
+        "them at the next start: for a reboot; of one keeper at a time",
     )
     add(
         "--numa-node",
@@ -94,18 +94,19 @@ def run(asked: argparse.Namespace) -> int:
         raise ConfigError(f"{refused} rules out what a keeper does; unset it")
     open_run_directory(config.run_dir, os.environ)
     limits = Limits(asked.memory, asked.rate, asked.give_way_after)
-    files = _files(asked.files) if asked.files is not None else None
+    name = asked.name or f"keeper-{os.getpid()}"
+    files = _files(asked.files, name) if asked.files is not None else None
     if asked.numa_node is not None:
         _bind(asked.numa_node)
     with suppress(OSError):
         os.nice(NICE)
-    return keep(config, limits, asked.name or f"keeper-{os.getpid()}", files)
+    return keep(config, limits, name, files)
 
 
-def _files(folder: Path) -> Files:
+def _files(folder: Path, name: str) -> Files:
     from ..kv.kept_files import Files  # needs packages that a keeper without files does not
 
-    return Files(folder, _say)
+    return Files(folder, name, _say)
 
 
 def _bind(node: int) -> None:
@@ -129,8 +130,8 @@ def keep(config: Config, limits: Limits, name: str, files: Files | None) -> int:
         pause = 0.0
         while not signals.poll(1000 * pause):
             pause = keeper.go_round(time.monotonic())
-        if files is not None:
-            keeper.write(files)
+        if files is not None and not keeper.write(files):
+            return EXIT_FAILED
     return 0
 
 

@@ -78,8 +78,7 @@ class Keeper:
         for shelf in list(self._shelves.values()):
             if shelf not in self._shelves.values():  # it has given way to the one before it
                 continue
-            for gone in shelf.take_back():
-                self._eviction.remove(KeptName(shelf.number, gone))
+            self._take_back(shelf)
             if self._spare(shelf, now):
                 shelf.look_again(now)
             for used in shelf.hear(now):
@@ -93,6 +92,13 @@ class Keeper:
     @property
     def _is_copying(self) -> bool:
         return any(shelf.is_copying for shelf in self._shelves.values())
+
+    def _take_back(self, shelf: Shelf) -> bool:
+        """Keep no more what engines have withdrawn.  Whether there was something."""
+        gone = shelf.take_back()
+        for name in gone:
+            self._eviction.remove(KeptName(shelf.number, name))
+        return bool(gone)
 
     # -- which engines there are
 
@@ -261,16 +267,30 @@ class Keeper:
                 shelf = shelf or self._open_shelf(file.layout)
                 stored = shelf.fill(file, self._memory.buffer, self._looked)
             except (KvshmError, OSError) as exc:
-                self._say(f"left out: {file.path}: {exc}")
+                self._say(f"left out, and removed: {file.path}: {exc}")
                 continue
             for each in stored:
                 self._eviction.add(KeptName(shelf.number, each.name), each.at, each.before)
             count += len(stored)
         self._say(f"read {count} blocks from files")
 
-    def write(self, files: Files) -> None:
-        """Write all that is kept into files; engines may go on reading it."""
-        files.write([shelf.filled() for shelf in self._shelves.values()], self._memory.buffer)
+    def write(self, files: Files) -> bool:
+        """Write all that is kept into files; engines may go on reading it, and what they withdraw
+        meanwhile is in no file afterwards.  Returns whether all could be written."""
+        shelves = list(self._shelves.values())
+        for shelf in shelves:
+            self._take_back(shelf)  # the last round is some time ago
+        waiting = dict.fromkeys(shelves)
+        while waiting:
+            shelf, _ = waiting.popitem()
+            for _ in files.write(shelf.filled(), self._memory.buffer):
+                changed = [each for each in shelves if self._take_back(each)]
+                for each in changed:
+                    files.take_back(each.layout.fingerprint)
+                waiting |= dict.fromkeys(changed)
+                if shelf in changed:
+                    break
+        return files.finish()
 
     # -- the end
 

@@ -176,6 +176,8 @@ class Shelf:
             self.room.leave(self.number, block)
         if targets:
             self._load = self.node.load_blocks(found, targets), found
+        elif blocks:
+            self.node.drain()  # as a load does: engines are to know what has gone for these places
         return len(targets)
 
     def end(self, now: float) -> list[Stored]:
@@ -261,7 +263,8 @@ class Shelf:
         self._forget(name)
 
     def take_back(self) -> list[BlockName]:
-        """Keep no more what its engine has withdrawn: it may be wrong.  Returns what that was."""
+        """Keep no more what its engine has withdrawn: it may be wrong, and other engines hear of it
+        now.  Waits for readers of it, for the drain budget at most.  Returns what that was."""
         withdrawn = self.node.withdrawn()
         if withdrawn:  # a file does not say from which engine each block came
             withdrawn |= {FROM_FILE}
@@ -269,7 +272,7 @@ class Shelf:
         if not sources:
             return []
         names = [name for name, kept in self._kept.items() if kept.source in sources]
-        self.node.retract([self._kept[name].block for name in names], wait=False)
+        self.node.retract([self._kept[name].block for name in names])
         for name in names:
             self._forget(name)
         return names

@@ -1,4 +1,4 @@
-"""What a keeper keeps, in files: written when it ends, read when it begins.
+"""What a keeper keeps, in files: written when it ends, read, and removed, when it begins.
 
 Each file is one that ``kvshm kv`` reads (tools/kv/block_file.py), with as many blocks as
 FILE_BYTES hold: so what is written needs little memory, and a damaged file costs no other one.
@@ -6,8 +6,10 @@ FILE_BYTES hold: so what is written needs little memory, and a damaged file cost
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +27,92 @@ from .block_file import BlockFile, BlockKey, Description, write
 SUFFIX = ".kvshm-kept"
 FILE_BYTES = 256 << 20
 HOST_MEMORY = "posix_shm"
+LOCK = "keeper.lock"
+"""Locked by the keeper that has the folder, and says which one that is."""
+HOLDER_BYTES = 256
 
 
 class Files:
     """The files in a folder, which belongs to one keeper at a time."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Makes the folder unless it is there.  Raises ConfigError."""
+    def __init__(self, folder: Path, name: str, say: Callable[[str], None]) -> None:
+        """Make the folder unless it is there, and take it for the keeper with this name, until its
+        process ends.  Raises ConfigError, also if another keeper has it."""
         self._folder, self._say = folder, say
+        self._good = True
+        self._written = dict[Path, int]()
+        """Files with their numbers of blocks."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError("it cannot be written")
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError("it cannot be read and written")
+            self._lock = _take(folder / LOCK, name)
         except OSError as exc:
             raise ConfigError(f"--files {folder}: {exc.strerror or exc}") from exc
 
     def read(self) -> Iterator[KeptFile]:
-        """Yield the files that can be read; of others it says why not."""
+        """Yield the files that can be read, each of which has no name any more: what engines
+        withdraw from now on no later start can find in it.  Of others it says why not."""
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
-                yield KeptFile(path)
-            except KvshmError as exc:
+                file = KeptFile(path)
+                path.unlink()
+                self._sync()
+            except (KvshmError, OSError) as exc:
                 self._say(f"left out: {exc}")
+            else:
+                yield file
 
-    def write(self, shelves: Sequence[Filled], memory: memoryview) -> None:
-        """Write all blocks, and remove files of earlier times.  What fails is said."""
-        written, count = set[Path](), 0
-        for kept in shelves:
-            for number, part in enumerate(_parts(kept)):
-                path = self._folder / f"{kept.layout.fingerprint[:32]}.{number:05}{SUFFIX}"
-                try:
-                    _write(path, part, memory)
-                except (KvshmError, MemoryError) as exc:
-                    self._say(f"not written: {exc or 'not enough memory'}")
-                    return  # what an earlier time has left is as good
-                written.add(path)
-                count += len(part.blocks)
-        for path in set(self._folder.glob(f"*{SUFFIX}")) - written:
+    def write(self, kept: Filled, memory: memoryview) -> Iterator[None]:
+        """Write a shelf's blocks, and yield after each file.  What fails is said."""
+        names = self._names(kept.layout.fingerprint)
+        for part in _parts(kept):
+            path = next(names)
+            try:
+                _write(path, part, memory)
+            except (KvshmError, MemoryError) as exc:
+                self._good = False
+                self._say(f"not written: {exc or 'not enough memory'}")
+                return
+            self._written[path] = len(part.blocks)
+            yield
+
+    def take_back(self, fingerprint: str) -> None:
+        """Remove what was written of a shelf."""
+        for path in [each for each in self._written if each.name.startswith(fingerprint[:32])]:
+            del self._written[path]
+            self._remove(path)
+
+    def finish(self) -> bool:
+        """Remove files of earlier times.  Returns whether all was written, and all of them are
+        gone."""
+        for path in set(self._folder.glob(f"*{SUFFIX}")) - self._written.keys():
+            if not _is_folder(path):  # it is not a keeper's
+                self._remove(path)
+        self._say(f"wrote {sum(self._written.values())} blocks into {len(self._written)} files")
+        return self._good
+
+    def _names(self, fingerprint: str) -> Iterator[Path]:
+        """What a shelf's files may be called."""
+        for number in count():
+            path = self._folder / f"{fingerprint[:32]}.{number:05}{SUFFIX}"
+            if not _is_folder(path):
+                yield path
+
+    def _remove(self, path: Path) -> None:
+        try:
             path.unlink(missing_ok=True)
-        self._say(f"wrote {count} blocks into {len(written)} files")
+        except OSError as exc:
+            self._good = False
+            self._say(f"not removed: {exc}")
+
+    def _sync(self) -> None:
+        """Have a name that was removed stay so if the machine loses its power."""
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 class KeptFile:
@@ -93,6 +142,10 @@ class KeptFile:
                 digest.update(memory[place])
             good &= digest.intdigest() == self._file.what.checksums[rank][row]
         return good
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _parts(kept: Filled) -> Iterator[Filled]:
@@ -130,3 +183,24 @@ def _checksum(rank: Sequence[Any], row: int) -> int:
     for array in rank:
         digest.update(array[row])
     return digest.intdigest()
+
+
+def _take(path: Path, name: str) -> int:
+    """Return the descriptor that holds the lock.  Raises OSError, and ConfigError if another
+    process holds it."""
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(number, 0)
+        os.pwrite(number, f"{name} (pid {os.getpid()})".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(number, HOLDER_BYTES, 0).decode("utf-8", "replace") or "another keeper"
+        os.close(number)
+        raise ConfigError(
+            f"--files {path.parent}: {holder} has this folder; give each keeper a folder of its "
+            "own, or start this one when that one has ended"
+        ) from None
+    except OSError:
+        os.close(number)
+        raise
+    return number
