@@ -234,11 +234,25 @@ class PeerSlotTable(SlotTableView):
         hint, which ends by itself.  Returns how many slots still match; 0 after the epoch."""
         return self._hold(records, seconds)
 
-    def put_in_drain(self, seconds: int) -> None:
+    def put_in_drain(self, seconds: int, again: bool = False) -> int:
         """Have the owner import nothing from its next lookup on, and keepers copy for so many
-        seconds, MAX_HOLD_SECONDS at most, what it alone has."""
-        until = self._after(self.now, 1 + min(seconds, MAX_HOLD_SECONDS - 1)) if seconds > 0 else 1
-        _native.store(self._segment.buffer, IN_DRAIN_OFFSET, until)
+        seconds, MAX_HOLD_SECONDS at most, what it alone has; or for longer, if that was asked for
+        before.  ``again``: unless the drain was ended meanwhile.  Returns what ``end_copies``
+        takes."""
+        until = self._after(self.now, 1 + min(seconds, MAX_HOLD_SECONDS - 1))
+        while True:
+            known = self._load(IN_DRAIN_OFFSET)
+            left = self.seconds_left(known) if known > 1 else 0
+            if (again and not known) or left >= self.seconds_left(until):
+                return 0
+            if _native.compare_exchange(self._segment.buffer, IN_DRAIN_OFFSET, known, until):
+                return until
+
+    def end_copies(self, asked: int) -> None:
+        """Have keepers copy no more.  The engine stays in drain.  Nothing happens if the drain was
+        ended, or others have asked for more time, since ``put_in_drain`` returned ``asked``."""
+        if asked:
+            _native.compare_exchange(self._segment.buffer, IN_DRAIN_OFFSET, asked, 1)
 
     def end_drain(self) -> None:
         """Let the owner import again."""

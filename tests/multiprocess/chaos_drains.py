@@ -13,7 +13,7 @@ from .chaos_node import ChaosNode, Member
 from .chaos_schedule import Fault
 from .processes import Managed
 
-NOT_KEPT, NO_ENGINE = 1, 4
+NOT_KEPT, UNDONE, NO_ENGINE = 1, 3, 4
 """Exit statuses of ``kvshm drain``, of ``--undo`` also where an engine does not answer."""
 HANGS_SECONDS = 60.0
 """A command that takes so much longer than it was given hangs."""
@@ -63,7 +63,7 @@ def _until_ended(command: Managed) -> Iterator[float]:
 def _judge(node: ChaosNode, command: Managed, killed: bool = False) -> bool:
     """Let go of a command that has ended.  Whether it ended by itself."""
     status, errors = command.wait(), str(command.err)
-    good = status in (0, NOT_KEPT, NO_ENGINE) and "Traceback" not in errors
+    good = status in (0, NOT_KEPT, UNDONE, NO_ENGINE) and "Traceback" not in errors
     if not (good or (killed and status == -signal.SIGKILL)):
         node.bystander("kvshm drain", status, errors.splitlines()[:MOST_LINES])
     node.processes.forget(command)

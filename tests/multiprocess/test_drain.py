@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvshm import Reader
+from kvshm._shm.layout import IN_DRAIN_OFFSET
 
 from .joined import Toy, Toys, served
-from .keepers import Keeper, imports, kvshm, prompt
-from .processes import Managed, Node, wait_until
+from .keepers import WIDE, Keeper, imports, kvshm, prompt
+from .processes import PATIENCE_SECONDS, Managed, Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -127,7 +131,7 @@ def test_without_a_keeper_it_says_what_is_lost(place: Node, toys: Toys) -> None:
     done = kvshm(place, "drain", "a")
     assert done.returncode == 1
     assert ", 6 (" in done.stdout
-    assert "there is no keeper" in done.stdout
+    assert "no keeper keeps blocks in its namespace" in done.stdout
     assert not a.node.lookup(both)
 
 
@@ -199,6 +203,184 @@ def test_a_command_that_was_killed_has_keepers_copy_for_its_time_only(
     process.kill()
     wait_until(lambda: not a.table.gives_away, "its time is over")
     assert a.table.in_drain
+
+
+SLOW = ("--rate", "80K")
+"""A block in six seconds and a half."""
+
+
+def slow(place: Node) -> Keeper:
+    keeper = Keeper(place, 1000, *SLOW)
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of"))
+    return keeper
+
+
+def test_a_slow_keeper_has_the_time_that_was_given(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    keeper, keys = slow(place), prompt(a, b"1", 3)
+    a.compute(keys, range(3))
+    status, (found,) = drained(place, "a", "--seconds", "60")
+    assert (status, found["end"], found["left"]) == (0, "kept", 0)
+    assert all(keeper.has(keys))
+
+
+def test_an_engine_waits_while_keepers_copy_of_another_one(place: Node, toys: Toys) -> None:
+    a, b = toys.pair()
+    keeper = Keeper(place, 1000, "--rate", "512K")  # a block in a second
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of"))
+    first, later = prompt(a, b"a", 9), prompt(b, b"b", 11)
+    a.compute(first, range(9))
+    b.compute(later, [0], 10)
+    status, found = drained(place, "--here", "--seconds", "60")
+    assert (status, [each["end"] for each in found]) == (0, ["kept", "kept"])
+    assert keeper.has(first + later[10:]) == [True] * 10
+
+
+def test_what_is_undone_meanwhile_ends_at_once_and_stays_so(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    slow(place)
+    a.compute(prompt(a, b"1"), range(6))
+    process = begun(place, "a", "--seconds", "60")
+    wait_until(lambda: a.table.gives_away, "it has begun")
+    assert kvshm(place, "drain", "--undo", "a").returncode == 0
+    assert process.wait() == 3
+    (found,) = json.loads(str(process.out))
+    assert (found["end"], found["why"]) == ("undone", "undone meanwhile (--undo): it imports again")
+    assert not in_drain(a)
+
+
+def test_of_two_commands_for_an_engine_the_one_that_ends_stops_no_copies(
+    place: Node, toys: Toys
+) -> None:
+    a = toys.join("a")
+    slow(place)
+    a.compute(prompt(a, b"1"), range(6))
+    word = a.table._load
+    first = begun(place, "a", "--seconds", "30")
+    wait_until(lambda: a.table.gives_away, "the first has begun")
+    asked = word(IN_DRAIN_OFFSET)
+    second = begun(place, "a", "--seconds", "60")
+    wait_until(lambda: word(IN_DRAIN_OFFSET) != asked, "the second has begun")
+    first.signal(signal.SIGINT)
+    assert first.wait() == 1
+    assert a.table.gives_away
+    second.signal(signal.SIGINT)
+    assert second.wait() == 1
+    assert not a.table.gives_away
+    assert in_drain(a)
+
+
+ENGINE = """
+import sys, kvshm
+config = kvshm.Config(run_dir=sys.argv[1], namespace=sys.argv[2])
+node = kvshm.join(
+    kvshm.Identity(engine="toy 1", model="m", weights=sys.argv[3]),
+    memory=kvshm.allocate(256 * 32, config), regions=[kvshm.Region(0, 256, 256, 32)],
+    block_size=4, config=config, name="hangs",
+)
+assert node.wait_joined(60)
+node.publish(list(node.keys(range(24), b"hangs")), list(range(6)))
+print("joined", flush=True)
+input()
+"""
+
+
+def hung(place: Node, kind: str) -> Managed:
+    """An engine with six blocks, in a process that is stopped."""
+    process = place.processes.python("hangs", "-c", ENGINE, *_where(place), kind)
+    process.wait_out(lambda line: line == "joined")
+    process.signal(signal.SIGSTOP)
+    wait_until(lambda: process.is_stopped, "it is stopped")
+    return process
+
+
+def _where(place: Node) -> tuple[str, str]:
+    return str(place.run_dir), place.namespace
+
+
+@pytest.mark.parametrize("coordinated", [True, False])
+def test_an_engine_that_hangs_keeps_no_other_one_from_being_drained(
+    place: Node, toys: Toys, coordinated: bool
+) -> None:
+    a = toys.join("a")
+    keeper, keys = Keeper(place), prompt(a, b"1")
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of"))
+    hangs = hung(place, a.kind)
+    a.compute(keys, range(6))
+    if not coordinated:  # nor does anybody hear of what is computed later
+        keeper.wait_for(keys)
+        (coordinator,) = [p for p in place.processes._all if p.name == "coordinator"]
+        coordinator.kill()
+    status, found = drained(place, "--here")
+    of_a, of_it = sorted(found, key=lambda each: each["pid"] == hangs.pid)
+    assert (of_a["engine"], of_a["end"], in_drain(a)) == ("a", "kept", True)
+    assert all(keeper.has(keys))
+    if coordinated:  # which shows its table; keepers read its memory until it is suspected
+        assert (of_it["engine"], of_it["end"]) in [("hangs", "kept"), ("hangs", "silent")]
+        assert status == (of_it["end"] != "kept")
+    else:
+        assert (status, of_it["end"]) == (1, "failed")
+        assert "no answer" in of_it["why"]
+    hangs.signal(signal.SIGCONT)
+
+
+def test_a_name_that_is_a_number_is_no_pid(place: Node, toys: Toys) -> None:
+    engines = [toys.join(name) for name in ("0", "1", "2")]
+    drained(place, "1")
+    assert [in_drain(each) for each in engines] == [False, True, False]
+    assert kvshm(place, "drain", "--undo", "1").stdout == "1 imports again\n"
+    assert not any(map(in_drain, engines))
+
+
+def test_a_keeper_gets_to_know_an_engine_that_has_just_joined(place: Node, toys: Toys) -> None:
+    Keeper(place)
+    a = toys.join("a")
+    a.compute(prompt(a, b"1"), range(6))
+    status, (found,) = drained(place, "a")
+    assert (status, found["end"], found["kept"]) == (0, "kept", 6)
+
+
+def test_a_keeper_that_leaves_an_engine_out_is_named(place: Node, toys: Toys) -> None:
+    keeper = Keeper(place, 1, "--name", "cellar")
+    toys.join("small")
+    keeper.process.wait_out(lambda line: line.startswith("keeping blocks of 4096"))
+    wide = toys.join("wide", regions=WIDE, kind="wide")
+    wide.node.publish(list(wide.node.keys(range(4), b"")), [0])
+    status, (found,) = drained(place, "wide")
+    assert (status, found["end"], found["left"]) == (1, "no-keeper", 1)
+    assert found["why"].startswith("keeper cellar keeps blocks of other engines only")
+
+
+def test_a_holder_that_does_not_answer_has_no_copy(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    keeper, keys = Keeper(place, 1000, "--name", "cellar"), prompt(a, b"1")
+    a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    keeper.process.signal(signal.SIGSTOP)
+    wait_until(lambda: keeper.process.is_stopped, "it is stopped")
+    status, (found,) = drained(place, "a")
+    assert (status, found["end"], found["left"]) == (1, "no-keeper", 6)
+    assert found["why"] == "keeper cellar does not answer"
+    keeper.process.signal(signal.SIGCONT)
+
+
+def test_on_a_terminal_its_bar_gives_way_to_what_it_says(place: Node, toys: Toys) -> None:
+    a = toys.join("a")
+    slow(place)
+    a.compute(prompt(a, b"1"), range(6))
+    command = [sys.executable, "-P", "-m", "kvshm.tools.cli", "drain", "a", "--run-dir"]
+    command += [str(place.run_dir), "--namespace", place.namespace]
+    ours, theirs = os.openpty()
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+        shown = b""
+        while b"a [" not in shown:
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) == 1
+    last = os.read(ours, 4096)
+    assert re.search(rb"\r\x1b\[Ka: \d blocks .*: interrupted\r\n$", last), last
+    os.close(ours)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize(

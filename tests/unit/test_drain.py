@@ -9,23 +9,52 @@ import pytest
 
 from kvshm import BlockName, Change, News
 from kvshm._base.ids import BlockId
+from kvshm.tools.drain.bars import Part, bar, line, size
+from kvshm.tools.drain.choice import choose
 from kvshm.tools.drain.progress import (
+    FULL_SHARE,
+    SILENT_SECONDS,
     STALL_SECONDS,
+    YOUNG_SECONDS,
     End,
-    Holder,
     Limits,
+    Other,
     Progress,
-    bar,
     decide,
     find,
-    size,
+    why_none,
 )
 from kvshm.tools.keeper.catalogue import Catalogue
 from kvshm.tools.keeper.outgoing import LIST_SECONDS, Keepers, Outgoing
+from kvshm.tools.node.reading import EngineReading
 from kvshm.tools.node.whereabouts import ancestors
 
+from . import looks
+
 A, B, KEEPER = 1, 2, 9
-GOING = Progress(left=3, kept_bytes=50, keepers=1, seconds=2.0, rested=1.0, gone=False)
+GOING = Progress(
+    left=3,
+    kept_bytes=50,
+    keepers=1,
+    full=True,
+    may_come=False,
+    seconds=2.0,
+    rested=1.0,
+    gone=False,
+    undone=False,
+    silent=False,
+)
+OTHER = Other(
+    "b",
+    7,
+    alike=True,
+    names=frozenset(),
+    keeps=False,
+    in_drain=False,
+    answers=True,
+    age=60.0,
+    filled=0.5,
+)
 LIMITS = Limits(seconds=30.0, nbytes=100)
 
 
@@ -42,7 +71,13 @@ LIMITS = Limits(seconds=30.0, nbytes=100)
         ({"kept_bytes": 100}, End.BYTES),
         ({"seconds": 30.0}, End.SECONDS),
         ({"rested": STALL_SECONDS}, End.STALLED),
+        ({"rested": STALL_SECONDS, "full": False}, None),
+        ({"rested": STALL_SECONDS, "full": False, "silent": True}, End.SILENT),
+        ({"silent": True}, None),
         ({"gone": True, "left": 0}, End.GONE),
+        ({"undone": True, "left": 0}, End.UNDONE),
+        ({"keepers": 0, "may_come": True}, None),
+        ({"keepers": 0, "may_come": True, "seconds": 30.0}, End.NO_KEEPER),
     ],
 )
 def test_when_a_drain_ends(change: dict[str, int], end: End | None) -> None:
@@ -56,14 +91,57 @@ def test_without_a_limit_of_bytes_none_counts() -> None:
 def test_what_is_alone_is_with_no_engine_that_goes_on() -> None:
     own = {(b"%d" % number, 0) for number in range(6)}
     others = [
-        Holder({(b"1", 0), (b"7", 0)}, keeps=False, in_drain=False),
-        Holder({(b"2", 0)}, keeps=True, in_drain=False),
-        Holder({(b"3", 0)}, keeps=False, in_drain=True),
-        Holder({(b"4", 1)}, keeps=False, in_drain=False),
+        OTHER._replace(names={(b"1", 0), (b"7", 0)}),
+        OTHER._replace(names={(b"2", 0)}, keeps=True),
+        OTHER._replace(names={(b"3", 0)}, in_drain=True),
+        OTHER._replace(names={(b"4", 1)}),
+        OTHER._replace(names={(b"5", 0)}, answers=False),
+        OTHER._replace(name="k", names={(b"0", 0)}, keeps=True, answers=False),
     ]
     found = find(own, others)
     assert found.alone == {(b"0", 0), (b"3", 0), (b"4", 0), (b"5", 0)}
-    assert (found.kept, found.keepers) == ({(b"2", 0)}, 1)
+    assert (found.kept, found.keepers, found.full) == ({(b"2", 0)}, 1, False)
+
+
+def test_a_keeper_is_full_with_blocks_of_all_kinds() -> None:
+    keeper = OTHER._replace(keeps=True, filled=0.5)
+    other = keeper._replace(alike=False, filled=FULL_SHARE - 0.5)
+    assert find(set(), [keeper, other]).full
+    assert not find(set(), [keeper, other._replace(name="another")]).full
+    spare = keeper._replace(name="spare", filled=0.0)
+    assert not find(set(), [keeper, other, spare]).full
+    assert find(set(), [keeper, other, spare._replace(answers=False)]).full
+
+
+@pytest.mark.parametrize(
+    ("keeper", "seconds", "why", "may_come"),
+    [
+        (None, 0.0, "no keeper keeps blocks in its namespace", False),
+        ({"alike": False}, 0.0, "keeper k keeps blocks of other engines only", False),
+        ({"alike": False, "age": 1.0}, 0.0, "keeper k keeps blocks of other engines only", True),
+        ({"answers": False}, 0.0, "keeper k does not answer", True),
+        ({"answers": False}, SILENT_SECONDS, "keeper k does not answer", False),
+    ],
+)
+def test_why_no_keeper_helps(
+    keeper: dict[str, int] | None, seconds: float, why: str, may_come: bool
+) -> None:
+    others = [OTHER]
+    if keeper is not None:
+        others.append(OTHER._replace(name="k", keeps=True, **keeper))
+    found = why_none(YOUNG_SECONDS, seconds, others)
+    assert found.why.startswith(why)
+    assert found.may_come is may_come
+    assert why_none(0.0, seconds, others).may_come, "keepers look once a second"
+
+
+def test_bars_fit_on_one_line() -> None:
+    parts = [Part(f"engine-{number}", number, 4, 1_000_000) for number in range(4)]
+    assert line(parts[:1], 80) == f"engine-0 {bar(0, 4)} 1.0 MB"
+    assert line(parts[:2], 120) == ", ".join(line([each], 80) for each in parts[:2])
+    assert line(parts, 80) == f"4 engines {bar(6, 16)} 4.0 MB"
+    assert len(line(parts, 20)) == 19
+    assert line([Part("\u4e00" * 30, 1, 2, 0)], 70)[-6:] == "0.0 MB"
 
 
 @pytest.mark.parametrize(("done", "whole", "cells"), [(0, 4, 0), (1, 4, 6), (4, 4, 24), (0, 0, 24)])
@@ -85,6 +163,28 @@ def test_a_process_whose_name_looks_like_its_end(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text("7 (a) R 1 (b) S 5 7 7 0")
     assert list(ancestors(7, tmp_path)) == [7, 5]
+
+
+def test_a_name_comes_before_a_pid_and_a_server_before_an_engine() -> None:
+    engines = [named("1", 50), named("2", 60), named("60", 70)]
+    reading = looks.node(*engines)
+
+    def meant(wanted: str) -> list[str]:
+        return [each.name for each in choose(reading, wanted, False, parents).engines]
+
+    assert meant("1") == ["1"], "which is the pid of all their ancestor, too"
+    assert meant("60") == ["60"]
+    assert meant("40") == ["1", "2", "60"]
+    assert meant("50") == ["1"]
+    assert meant(f"{60:016x}") == ["2"]
+
+
+def named(name: str, pid: int) -> EngineReading:
+    return looks.engine(pid, name=name, label=name, pid=pid, pid_here=pid)
+
+
+def parents(pid: int) -> list[int]:
+    return [pid, 40, 1]
 
 
 # -- the keeper

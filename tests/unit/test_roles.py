@@ -24,6 +24,7 @@ MAY = {
     "table.release(LeaseBit(0), b'')": {PEER},
     "table.hold(b'', 1.0)": {OWN, PEER},
     "table.put_in_drain(1)": {PEER},
+    "table.end_copies(2)": {PEER},
     "table.end_drain()": {PEER},
     "table.keeps_blocks()": {OWN},
     "table.kept([])": {OWN},

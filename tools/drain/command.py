@@ -1,43 +1,38 @@
-"""``kvshm drain``: its command line, and what it does to engines."""
+"""``kvshm drain``: its command line, and what it says."""
 
 from __future__ import annotations
 
 import argparse
 import select as descriptors
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from kvshm._api.engine_layout import layout_of
-from kvshm._node.segment_server import SegmentClient
-from kvshm._shm.layout import MAX_HOLD_SECONDS, unpack_records
-from kvshm._shm.slot_table import PeerSlotTable, SlotTableView
-from kvshm.errors import CorruptSegment, KvshmError
+from kvshm._shm.layout import MAX_HOLD_SECONDS
+from kvshm.errors import KvshmError
 
 from ..node.reader import NodeReader
 from ..node.reading import EngineReading, NodeReading
 from ..node.whereabouts import ancestors
-from ..options import add_place, find_place, number, parse_size, select
+from ..options import add_place, find_place, number, parse_size
 from ..output import EXIT_FAILED, Json, clean, show
 from ..signals import ending_signals
-from .progress import End, Found, Holder, Limits, Name, Progress, bar, decide, find, size
+from .bars import line, size
+from .choice import Chosen, Unreachable, choose
+from .engine import Drain, failed
+from .progress import End, Limits
+from .watch import Watch
 
 HELP = "before an engine is stopped: have keepers copy what it alone has"
-LEAST_PAUSE, PAUSES_PER_LOOK = 0.1, 5
+LEAST_PAUSE, PAUSES_PER_LOOK, MOST_PAUSE = 0.1, 5, 1.0
 """Between two looks, which read the tables of all engines."""
-
-_WHY = {
-    End.KEPT: "nothing is lost when it is stopped",
-    End.NO_KEEPER: "there is no keeper (kvshm keeper): they are lost when it is stopped",
-    End.STALLED: "keepers take no more: they are full, or cannot copy",
-    End.SECONDS: "the time was over (--seconds)",
-    End.BYTES: "enough was copied (--bytes)",
-    End.GONE: "the engine has ended, or reset its cache",
-    End.INTERRUPTED: "interrupted",
-}
+EXIT_UNDONE = 3
+MOST_ASKED = 2
+"""Engines for the size of a block: one that hangs takes its time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "nothing to copy to, and the command says what will be lost."
     )
     parser.epilog = (
-        "exit status: 0 nothing is lost when it is stopped; 1 something would be, or the engine "
-        "cannot be drained; 2 wrong command line or setting; 4 no engine has that name"
+        "exit status: 0 nothing is lost when it is stopped; 1 something would be, or an engine "
+        "cannot be drained; 2 wrong command line or setting; 3 it was undone meanwhile (--undo); "
+        "4 no engine has that name"
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group(required=True)
@@ -57,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "engine",
         nargs="?",
         metavar="NAME|PID|EPOCH",
-        help="also the pid of a server, for all its engines; an epoch is hexadecimal",
+        help="an engine's name, its epoch (hexadecimal), or else a pid: of a server for all its "
+        "engines, or of an engine",
     )
     which.add_argument(
         "--here", action="store_true", help="all engines of this container (pid namespace)"
@@ -79,133 +76,66 @@ def run(asked: argparse.Namespace) -> int:
     run_dir, namespace = find_place(asked)
     with ExitStack() as stack:
         reader = stack.enter_context(NodeReader(run_dir, namespace))
-        engines = _chosen(reader.read(), asked.engine, asked.here)
-        drains = [stack.enter_context(closing(_Drain(reader, run_dir, e))) for e in engines]
+        reading = reader.read()
+        chosen = choose(reading, asked.engine, asked.here, ancestors)
+        opening = _Opening(stack, run_dir, reading, chosen)
         if asked.undo:
-            for drain in drains:
-                drain.table.end_drain()
-            found = [drain.about() for drain in drains]
-            _say(asked, found, lambda row: f"{row['engine']} imports again")
-            return 0
+            return _undo(asked, opening)
         with ending_signals() as ended:
-            _drain(drains, Limits(asked.seconds, asked.bytes), ended, quiet=asked.json)
-    _say(asked, [drain.as_json() for drain in drains], _line)
-    return 0 if all(drain.end is End.KEPT for drain in drains) else EXIT_FAILED
+            _drain(opening, Watch(reader), Limits(asked.seconds, asked.bytes), ended, asked.json)
+        found = [drain.as_json() for drain in opening.drains]
+    found += map(failed, opening.unreachable)
+    _say(asked, found, _line)
+    return _status([each["end"] for each in found])
 
 
-def _chosen(reading: NodeReading, engine: str | None, here: bool) -> list[EngineReading]:
-    """The engines that are meant.  Raises KvshmError if there is none, or if it is not clear."""
-    if found := _of_server(reading, engine or ""):
-        return found
-    chosen = select(reading, engine, here=here)
-    living = [each for each in chosen.engines if each.is_readable]
-    found = [each for each in living if not each.keeps]
-    if not found:
-        reasons = [why for space in chosen.namespaces for why in space.unreadable.values()]
-        reasons += [record.reason for space in chosen.namespaces for record in space.declined]
-        if living:
-            reasons.append("it is a keeper: what it keeps goes with it")
-        where = "in this container" if here else "that could be drained"
-        raise KvshmError("; ".join(reasons) or f"there is no engine {where}")
-    if engine is not None and len(found) > 1:
-        names = ", ".join(f"{each.epoch:016x} in {each.namespace}" for each in found)
-        raise KvshmError(f"several engines are called {engine!r}: {names}; name one by its epoch")
-    return found
+class _Opening:
+    """Opens the tables of engines, and notes of which there is none."""
+
+    def __init__(
+        self, stack: ExitStack, run_dir: Path, reading: NodeReading, chosen: Chosen
+    ) -> None:
+        self._stack, self._run_dir, self._reading = stack, run_dir, reading
+        self._chosen = chosen.engines
+        self.drains: list[Drain] = []
+        self.unreachable = list(chosen.unreachable)
+
+    def open(self, then: Callable[[Drain], None]) -> None:
+        """Those that answer first: the others take their time."""
+        for engine in sorted(self._chosen, key=lambda each: not each.answers):
+            try:
+                drain = self._stack.enter_context(closing(self._open(engine)))
+            except KvshmError as exc:
+                lost = Unreachable(engine.label, engine.epoch, engine.pid, str(exc))
+                self.unreachable.append(lost)
+            else:
+                self.drains.append(drain)
+                then(drain)
+
+    def _open(self, engine: EngineReading) -> Drain:
+        alike = [e for e in self._reading.engines if e.fingerprint == engine.fingerprint]
+        own_first = sorted(alike, key=lambda each: each.epoch != engine.epoch)
+        answering = [e.epoch for e in own_first if e.answers and e.namespace == engine.namespace]
+        return Drain(self._run_dir, engine, answering[:MOST_ASKED])
 
 
-def _of_server(reading: NodeReading, pid: str) -> list[EngineReading]:
-    """The engines that a process has started: the pid that people know is that of a server."""
-    return [
-        each
-        for each in reading.engines
-        if pid.isdecimal() and each.is_readable and not each.keeps
-        if each.pid_here and int(pid) in ancestors(each.pid_here)
-    ]
+def _undo(asked: argparse.Namespace, opening: _Opening) -> int:
+    opening.open(lambda drain: drain.table.end_drain())
+    found = [drain.about() for drain in opening.drains]
+    lost = [failed(each) for each in opening.unreachable]
+    texts = {each["epoch"]: f"not undone: {each['why']}" for each in lost}
+    _say(
+        asked,
+        found + lost,
+        lambda row: f"{row['engine']} {texts.get(row['epoch'], 'imports again')}",
+    )
+    return EXIT_FAILED if lost else 0
 
 
-class _Drain:
-    """One engine in drain."""
-
-    def __init__(self, reader: NodeReader, run_dir: Path, engine: EngineReading) -> None:
-        """Raises KvshmError if the engine does not answer."""
-        self._reader, self._engine = reader, engine
-        segments = SegmentClient(run_dir, engine.namespace)
-        self.table: PeerSlotTable = segments.peer_table(engine.epoch)
-        with_info = segments.info(engine.epoch)
-        layout = layout_of(self.table, with_info)
-        self._block_bytes = layout.stride if layout is not None else 0
-        self.end: End | None = None
-        self._began = self._grew = self._seconds = 0.0
-        self._alone = set[Name]()
-        """All blocks that were found to be alone, now or before."""
-        self._kept: int = 0
-        """How many of these a keeper has now."""
-        self._found = Found(frozenset(), frozenset(), 0)
-
-    def begin(self, seconds: float, now: float) -> None:
-        self._began = self._grew = now
-        self.table.put_in_drain(round(seconds) or 1)
-
-    def look(self, limits: Limits, now: float) -> None:
-        """See how far it is; it may have ended then."""
-        gone = self.table.owner_died or self.table.retired or not self.table.alive
-        if not gone:
-            self._found = find(_names(self.table), self._others())
-            self._alone |= self._found.alone
-        kept = len(self._alone & self._found.kept)
-        if kept > self._kept:
-            self._kept, self._grew = kept, now
-        self._seconds = now - self._began
-        progress = Progress(
-            left=len(self._found.alone),
-            kept_bytes=kept * self._block_bytes,
-            keepers=self._found.keepers,
-            seconds=self._seconds,
-            rested=now - self._grew,
-            gone=gone,
-        )
-        self.finish(decide(progress, limits))
-
-    def finish(self, end: End | None) -> None:
-        """It stays in drain, but nothing more is copied."""
-        if end is not None and self.end is None:
-            self.end = end
-            self.table.put_in_drain(0)
-
-    def _others(self) -> Iterator[Holder]:
-        for space in self._reader.map_segments():
-            for each in space.engines if space.name == self._engine.namespace else ():
-                table = each.table
-                if table is None or table.epoch == self.table.epoch or not _is_alive(table):
-                    continue
-                if table.fingerprint == self.table.fingerprint:
-                    yield Holder(_names(table), table.keeps, table.in_drain)
-
-    # -- what is said of it
-
-    def about(self) -> Json:
-        engine = self._engine
-        return {"engine": engine.label, "epoch": f"{engine.epoch:016x}", "pid": engine.pid}
-
-    def as_json(self) -> Json:
-        left = len(self._found.alone)
-        return {
-            **self.about(),
-            "end": self.end,
-            "alone": len(self._alone),
-            "kept": self._kept,
-            "kept_bytes": self._kept * self._block_bytes,
-            "left": left,
-            "left_bytes": left * self._block_bytes,
-            "seconds": round(self._seconds, 3),
-        }
-
-    def bar(self) -> str:
-        done = self._kept, self._kept + len(self._found.alone)
-        return f"{self._engine.label} {bar(*done)} {size(done[0] * self._block_bytes)}"
-
-    def close(self) -> None:
-        self.table.close()
+def _status(ends: Sequence[End]) -> int:
+    if set(ends) <= {End.KEPT}:
+        return 0
+    return EXIT_UNDONE if set(ends) <= {End.KEPT, End.UNDONE} else EXIT_FAILED
 
 
 def _say(asked: argparse.Namespace, found: list[Json], line: Callable[[Json], str]) -> None:
@@ -213,14 +143,17 @@ def _say(asked: argparse.Namespace, found: list[Json], line: Callable[[Json], st
 
 
 def _line(found: Json) -> str:
+    if found["end"] is End.FAILED:
+        return f"{found['engine']} is not in drain: {found['why']}"
     kept, left = size(found["kept_bytes"]), size(found["left_bytes"])
     copied = f"{found['kept']} blocks ({kept}) were copied in {found['seconds']:.1f} s"
     lost = f", {found['left']} ({left}) only this engine has" if found["left"] else ""
-    return f"{found['engine']}: {copied}{lost}: {_WHY[found['end']]}"
+    return f"{found['engine']}: {copied}{lost}: {found['why']}"
 
 
 def _drain(
-    drains: Sequence[_Drain],
+    opening: _Opening,
+    watch: Watch,
     limits: Limits,
     ended: socket.socket,
     quiet: bool,
@@ -229,34 +162,25 @@ def _drain(
     """Drain engines side by side."""
     signals = descriptors.poll()
     signals.register(ended, descriptors.POLLIN)
-    for drain in drains:
-        drain.begin(limits.seconds, clock())
-    while going := [drain for drain in drains if drain.end is None]:
+    opening.open(lambda drain: drain.begin(limits.seconds, clock()))
+    while going := [drain for drain in opening.drains if drain.end is None]:
         began = clock()
+        watch.look({drain.kind for drain in going}, began)
         for drain in going:
-            drain.look(limits, began)
+            drain.look(watch, limits, began)
         if not quiet:
-            _show_bars(drains)
-        pause = max(LEAST_PAUSE, PAUSES_PER_LOOK * (clock() - began))
-        if any(d.end is None for d in drains) and signals.poll(1000 * pause):
-            for drain in drains:
+            _show_bars(opening.drains)
+        pause = min(max(LEAST_PAUSE, PAUSES_PER_LOOK * (clock() - began)), MOST_PAUSE)
+        if any(d.end is None for d in going) and signals.poll(1000 * pause):
+            for drain in going:
                 drain.finish(End.INTERRUPTED)
+    if not quiet:
+        _show_bars(())
 
 
-def _show_bars(drains: Sequence[_Drain]) -> None:
-    """One line on a terminal, written over and over."""
+def _show_bars(drains: Sequence[Drain]) -> None:
+    """One line on a terminal, written over and over; none at the end."""
     if sys.stderr.isatty():
-        going = [drain.bar() for drain in drains if drain.end is None]
-        print(f"\r\033[K{clean(', '.join(going))}", end="", file=sys.stderr, flush=True)
-
-
-def _names(table: SlotTableView) -> set[Name]:
-    """The blocks that others can read; none of a table that contradicts itself."""
-    try:
-        return {(key, group) for key, _, _, _, _, group in unpack_records(table.scan())}
-    except CorruptSegment:
-        return set()
-
-
-def _is_alive(table: SlotTableView) -> bool:
-    return table.alive and not (table.died or table.retired)
+        parts = [drain.part() for drain in drains if drain.end is None]
+        text = line(parts, shutil.get_terminal_size().columns) if parts else ""
+        print(f"\r\033[K{clean(text)}", end="", file=sys.stderr, flush=True)
