@@ -69,6 +69,13 @@ class BlockNode(Membership):
             state = self._open
             return state.peers.giving_away() if state is not None else frozenset()
 
+    def in_drain(self) -> frozenset[int]:
+        """Return the epochs of all engines in drain, also of those of which no more is to be
+        copied: they are about to be stopped, and what they have goes with them."""
+        with self._lock:
+            state = self._open
+            return state.peers.in_drain() if state is not None else frozenset()
+
     def lookup_blocks(self, names: Iterable[BlockName]) -> FoundBlocks:
         """Find single blocks in other engines.  Those that no engine holds are left out.  A search
         in memory: no message, no lease, no counter; changes nothing.  Raises MisuseError for what

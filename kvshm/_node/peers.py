@@ -281,6 +281,10 @@ class Peers:
         """The peers in drain of which keepers are to copy what they alone have."""
         return frozenset(Epoch(e) for e, peer in self._view.peers.items() if peer.table.gives_away)
 
+    def in_drain(self) -> frozenset[Epoch]:
+        """The peers that are about to be stopped."""
+        return frozenset(Epoch(e) for e, peer in self._view.peers.items() if peer.table.in_drain)
+
     def may_use(self, peer: Peer) -> bool:
         """Whether ``lookup`` may still name a peer that it named before."""
         return self._view.rows.get(peer.row) is peer and self._usable(peer)

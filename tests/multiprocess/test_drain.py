@@ -270,6 +270,22 @@ def test_of_two_commands_for_an_engine_the_one_that_ends_stops_no_copies(
     assert in_drain(a)
 
 
+def test_what_two_engines_have_is_kept_if_one_is_drained_after_the_other(
+    place: Node, toys: Toys
+) -> None:
+    """Both are still there: the first one's drain has ended, and it ends its last requests."""
+    a, b = toys.pair()
+    keeper, before, both = slow(place), prompt(a, b"before", 8), prompt(a, b"both", 1)
+    toys.join("c").compute(before, range(8))
+    keeper.wait_for(before[:1])  # it has heard of all of them, and they come first
+    a.compute(both, [0])
+    b.compute(both, [0])
+    assert drained(place, "a")[0] == 0
+    status, (found,) = drained(place, "b", "--seconds", "25")
+    assert (status, found["end"]) == (0, "kept")
+    assert keeper.has(both) == [True]
+
+
 ENGINE = """
 import sys, kvshm
 config = kvshm.Config(run_dir=sys.argv[1], namespace=sys.argv[2])

@@ -25,7 +25,7 @@ from kvshm.tools.drain.progress import (
     why_none,
 )
 from kvshm.tools.keeper.catalogue import Catalogue
-from kvshm.tools.keeper.outgoing import LIST_SECONDS, Keepers, Outgoing
+from kvshm.tools.keeper.outgoing import LIST_SECONDS, Keepers, Leaving, Outgoing
 from kvshm.tools.node.reading import EngineReading
 from kvshm.tools.node.whereabouts import ancestors
 
@@ -89,18 +89,18 @@ def test_without_a_limit_of_bytes_none_counts() -> None:
 
 
 def test_what_is_alone_is_with_no_engine_that_goes_on() -> None:
-    own = {(b"%d" % number, 0) for number in range(6)}
+    own = {b"%d" % number for number in range(6)}
     others = [
-        OTHER._replace(names={(b"1", 0), (b"7", 0)}),
-        OTHER._replace(names={(b"2", 0)}, keeps=True),
-        OTHER._replace(names={(b"3", 0)}, in_drain=True),
-        OTHER._replace(names={(b"4", 1)}),
-        OTHER._replace(names={(b"5", 0)}, answers=False),
-        OTHER._replace(name="k", names={(b"0", 0)}, keeps=True, answers=False),
+        OTHER._replace(names={b"1", b"7"}),
+        OTHER._replace(names={b"2"}, keeps=True),
+        OTHER._replace(names={b"3"}, in_drain=True),
+        OTHER._replace(names={b"4 of group 1"}),
+        OTHER._replace(names={b"5"}, answers=False),
+        OTHER._replace(name="k", names={b"0"}, keeps=True, answers=False),
     ]
     found = find(own, others)
-    assert found.alone == {(b"0", 0), (b"3", 0), (b"4", 0), (b"5", 0)}
-    assert (found.kept, found.keepers, found.full) == ({(b"2", 0)}, 1, False)
+    assert found.alone == {b"0", b"3", b"4", b"5"}
+    assert (found.kept, found.keepers, found.full) == ({b"2"}, 1, False)
 
 
 def test_a_keeper_is_full_with_blocks_of_all_kinds() -> None:
@@ -206,12 +206,20 @@ def known(**engines: tuple[Change, ...]) -> Catalogue:
 
 
 def taken(
-    outgoing: Outgoing, catalogue: Catalogue, *engines: int, most: int = 9, now: float = 0.0
+    outgoing: Outgoing,
+    catalogue: Catalogue,
+    *engines: int,
+    most: int = 9,
+    now: float = 0.0,
+    besides: tuple[int, ...] = (),
 ) -> list[int]:
+    """``besides``: in drain, too, but not giving away any more."""
+
     def is_kept(block: BlockName) -> bool:
         return KEEPER in catalogue.holders(block)
 
-    found = outgoing.take(most, frozenset(engines), catalogue, is_kept, Keepers(), now)
+    leaving = Leaving(frozenset(engines), frozenset((*engines, *besides)))
+    found = outgoing.take(most, leaving, catalogue, is_kept, Keepers(), now)
     return [int.from_bytes(each.key, "little") for each in found]
 
 
@@ -243,9 +251,17 @@ def test_what_is_computed_meanwhile_comes_a_moment_later() -> None:
     assert sorted(taken(outgoing, catalogue, A, now=LIST_SECONDS)) == [1, 2]
 
 
-def test_once_no_engine_is_in_drain_all_may_go_again() -> None:
+def test_an_engine_whose_drain_is_over_keeps_nothing_for_another_one() -> None:
+    catalogue, outgoing = known(a=(put(0, 1),), b=(put(0, 1),)), Outgoing()
+    assert taken(outgoing, catalogue, B) == []
+    assert taken(outgoing, catalogue, B, besides=(A,)) == [1]
+
+
+def test_until_no_engine_is_in_drain_what_came_from_one_stays() -> None:
     catalogue, outgoing = known(a=(put(0, 1),)), Outgoing()
     taken(outgoing, catalogue, A)
+    assert outgoing.is_last(name(1), catalogue)
+    assert taken(outgoing, catalogue, besides=(A,)) == []
     assert outgoing.is_last(name(1), catalogue)
     assert taken(outgoing, catalogue) == []
     assert not outgoing.is_last(name(1), catalogue)
@@ -261,9 +277,8 @@ def test_several_keepers_begin_with_different_blocks() -> None:
     catalogue = known(a=tuple(put(number, number) for number in range(8)))
 
     def first(turn: int) -> set[BlockName]:
-        taking = Outgoing().take(
-            4, frozenset({A}), catalogue, lambda _: False, Keepers(turn, 2), 0.0
-        )
+        leaving, keepers = Leaving(frozenset({A}), frozenset({A})), Keepers(turn, 2)
+        taking = Outgoing().take(4, leaving, catalogue, lambda _: False, keepers, 0.0)
         return set(taking)
 
     assert len(first(0) | first(1)) == 8

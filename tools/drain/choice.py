@@ -100,7 +100,7 @@ def _unreachable(space: NamespaceReading) -> list[Unreachable]:
 
 def _why_none(part: NodeReading, here: bool) -> str:
     reasons = [record.reason for space in part.namespaces for record in space.declined]
-    if any(each.is_readable and each.keeps for each in part.engines):
+    if not here and any(each.is_readable and each.keeps for each in part.engines):
         reasons.append("it is a keeper: what it keeps goes with it")
     where = "in this container" if here else "that could be drained"
     return "; ".join(reasons) or f"there is no engine {where}"

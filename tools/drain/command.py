@@ -162,6 +162,7 @@ def _drain(
     """Drain engines side by side."""
     signals = descriptors.poll()
     signals.register(ended, descriptors.POLLIN)
+    begun = clock()
     opening.open(lambda drain: drain.begin(limits.seconds, clock()))
     while going := [drain for drain in opening.drains if drain.end is None]:
         began = clock()
@@ -171,6 +172,7 @@ def _drain(
         if not quiet:
             _show_bars(opening.drains)
         pause = min(max(LEAST_PAUSE, PAUSES_PER_LOOK * (clock() - began)), MOST_PAUSE)
+        pause = max(min(pause, begun + limits.seconds - clock()), 0.0)
         if any(d.end is None for d in going) and signals.poll(1000 * pause):
             for drain in going:
                 drain.finish(End.INTERRUPTED)

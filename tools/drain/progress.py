@@ -16,8 +16,8 @@ YOUNG_SECONDS = 5.0
 FULL_SHARE = 0.95
 """Of a keeper's memory.  Blocks of several sizes leave some of it unused."""
 
-Name = tuple[bytes, int]
-"""A block's key and group."""
+Name = bytes
+"""A block's key, and its group."""
 
 
 class Other(NamedTuple):

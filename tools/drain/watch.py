@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from kvshm._base.ids import Epoch
-from kvshm._shm.layout import unpack_records
+from kvshm._base.ids import HASH_BYTES, Epoch
+from kvshm._shm.layout import RECORD_BYTES
 from kvshm._shm.slot_table import SlotTableView
 from kvshm._shm.statistics import PUBLISHED, RETRACTED
 from kvshm.errors import CorruptSegment
@@ -15,6 +15,8 @@ from ..node.mapped import MappedEngine
 from ..node.reader import NodeReader
 from .progress import SILENT_SECONDS, Name, Other
 
+GROUP_BYTES = 2
+"""At the end of a record."""
 Kind = tuple[str, bytes]
 """Namespace and fingerprint."""
 
@@ -90,11 +92,16 @@ class Watch:
 
 
 def names_of(table: SlotTableView) -> set[Name]:
-    """The blocks that others can read; none of a table that contradicts itself."""
+    """The blocks that others can read; none of a table that contradicts itself.  There may be
+    hundreds of thousands: so a name is not made of more than two slices."""
     try:
-        return {(key, group) for key, _, _, _, _, group in unpack_records(table.scan())}
+        packed = table.scan()
     except CorruptSegment:
         return set()
+    return {
+        packed[at : at + HASH_BYTES] + packed[at + RECORD_BYTES - GROUP_BYTES : at + RECORD_BYTES]
+        for at in range(0, len(packed), RECORD_BYTES)
+    }
 
 
 def _living(engines: Collection[MappedEngine]) -> Iterator[tuple[MappedEngine, SlotTableView]]:

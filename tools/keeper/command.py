@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import select
+import sys
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -93,6 +95,8 @@ def run(asked: argparse.Namespace) -> int:
     if refused:
         raise ConfigError(f"{refused} rules out what a keeper does; unset it")
     open_run_directory(config.run_dir, os.environ)
+    if asked.memory < mmap.PAGESIZE:
+        raise ConfigError(f"--memory {asked.memory}: a page has {mmap.PAGESIZE} bytes; give as 8G")
     limits = Limits(asked.memory, asked.rate, asked.give_way_after)
     name = asked.name or f"keeper-{os.getpid()}"
     files = _files(asked.files, name) if asked.files is not None else None
@@ -136,4 +140,7 @@ def keep(config: Config, limits: Limits, name: str, files: Files | None) -> int:
 
 
 def _say(text: str) -> None:
-    print(clean(text), flush=True)
+    try:
+        print(clean(text), flush=True)
+    except OSError:  # nobody reads it any more, or the disk is full: the blocks are worth more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

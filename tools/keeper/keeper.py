@@ -260,7 +260,7 @@ class Keeper:
     def read(self, files: Files) -> None:
         """Keep what files hold, as far as there is room.  Before the first round; blocks while they
         are read."""
-        count = 0
+        count = lacking = 0
         for file in files.read():
             try:
                 shelf = self._shelves.get(file.layout.fingerprint)
@@ -272,7 +272,10 @@ class Keeper:
             for each in stored:
                 self._eviction.add(KeptName(shelf.number, each.name), each.at, each.before)
             count += len(stored)
-        self._say(f"read {count} blocks from files")
+            if not self._room.spare(shelf.number):
+                lacking += len(file.contents) - len(stored)
+        more = f"; {lacking} others had no room, and are gone" if lacking else ""
+        self._say(f"read {count} blocks from files{more}")
 
     def write(self, files: Files) -> bool:
         """Write all that is kept into files; engines may go on reading it, and what they withdraw

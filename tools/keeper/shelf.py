@@ -21,7 +21,7 @@ from kvshm.api import (
 from .admission import TURN_SECONDS, Known, Waiting
 from .catalogue import Catalogue
 from .eviction import Place
-from .outgoing import Keepers, Outgoing
+from .outgoing import Keepers, Leaving, Outgoing
 from .room import Room
 
 if TYPE_CHECKING:
@@ -144,8 +144,9 @@ class Shelf:
         if self._load is not None or not settled:
             return []
         most, turn = min(most, MOST_AT_ONCE), sum(epoch < self.epoch for epoch in self._keepers)
-        going, keepers = self.node.giving_away(), Keepers(turn, 1 + len(self._keepers))
-        if outgoing := self._outgoing.take(most, going, self._known, self._is_kept, keepers, now):
+        leaving = Leaving(self.node.giving_away(), self.node.in_drain())
+        keepers = Keepers(turn, 1 + len(self._keepers))
+        if outgoing := self._outgoing.take(most, leaving, self._known, self._is_kept, keepers, now):
             return outgoing
         before = now - TURN_SECONDS * (1 + turn) if self._keepers else now
         return list(self._waiting.take(most, room, self._what_is_known, before))
@@ -176,8 +177,6 @@ class Shelf:
             self.room.leave(self.number, block)
         if targets:
             self._load = self.node.load_blocks(found, targets), found
-        elif blocks:
-            self.node.drain()  # as a load does: engines are to know what has gone for these places
         return len(targets)
 
     def end(self, now: float) -> list[Stored]:
