@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvshm import BlockName, Change, News
-from kvshm._base.ids import BlockId
+from kvshm._base.ids import BlockId, Epoch
+from kvshm.errors import KvshmError
 from kvshm.tools.drain.bars import Part, bar, line, size
 from kvshm.tools.drain.choice import choose
 from kvshm.tools.drain.progress import (
@@ -22,6 +24,7 @@ from kvshm.tools.drain.progress import (
     Progress,
     decide,
     find,
+    pause_after,
     why_none,
 )
 from kvshm.tools.keeper.catalogue import Catalogue
@@ -86,6 +89,23 @@ def test_when_a_drain_ends(change: dict[str, int], end: End | None) -> None:
 
 def test_without_a_limit_of_bytes_none_counts() -> None:
     assert decide(GOING._replace(kept_bytes=1 << 50), LIMITS._replace(nbytes=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("took", "left", "pause"),
+    [
+        (0.0, 9.0, 0.1),
+        (0.1, 9.0, 0.5),
+        (3.0, 9.0, 1.0),
+        (3.0, 0.2, 0.2),
+        (0.0, 0.0, 0.0),
+        (1.0, -2.0, 0.0),
+    ],
+)
+def test_a_large_table_takes_no_more_time_than_is_allowed(
+    took: float, left: float, pause: float
+) -> None:
+    assert pause_after(took, left) == pause
 
 
 def test_what_is_alone_is_with_no_engine_that_goes_on() -> None:
@@ -177,6 +197,30 @@ def test_a_name_comes_before_a_pid_and_a_server_before_an_engine() -> None:
     assert meant("40") == ["1", "2", "60"]
     assert meant("50") == ["1"]
     assert meant(f"{60:016x}") == ["2"]
+
+
+def test_a_keeper_that_is_left_in_a_container_is_no_engine_to_be_drained() -> None:
+    reading = looks.node(looks.engine(7, keeps=True, pid_here=7))
+    with pytest.raises(KvshmError, match="there is no engine in this container"):
+        choose(reading, None, True, parents)
+    with pytest.raises(KvshmError, match="it is a keeper"):
+        choose(reading, "dp7", False, parents)
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    reading = looks.node(looks.engine(1, pid_here=50))
+    (space,) = reading.namespaces
+    lost = {Epoch(2): "no answer", Epoch(3): "no answer"}
+    space = replace(space, unreadable=lost, pids_here={Epoch(2): 60})
+    reading = replace(reading, namespaces=(space,))
+
+    def unreachable(wanted: str | None) -> list[Epoch]:
+        chosen = choose(reading, wanted, wanted is None, parents)
+        return [each.epoch for each in chosen.unreachable]
+
+    assert unreachable(None) == unreachable("40") == [2]
+    assert unreachable(f"{3:016x}") == [3]
+    assert unreachable("dp1") == []
 
 
 def named(name: str, pid: int) -> EngineReading:

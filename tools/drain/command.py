@@ -24,12 +24,10 @@ from ..signals import ending_signals
 from .bars import line, size
 from .choice import Chosen, Unreachable, choose
 from .engine import Drain, failed
-from .progress import End, Limits
+from .progress import End, Limits, pause_after
 from .watch import Watch
 
 HELP = "before an engine is stopped: have keepers copy what it alone has"
-LEAST_PAUSE, PAUSES_PER_LOOK, MOST_PAUSE = 0.1, 5, 1.0
-"""Between two looks, which read the tables of all engines."""
 EXIT_UNDONE = 3
 MOST_ASKED = 2
 """Engines for the size of a block: one that hangs takes its time."""
@@ -171,8 +169,7 @@ def _drain(
             drain.look(watch, limits, began)
         if not quiet:
             _show_bars(opening.drains)
-        pause = min(max(LEAST_PAUSE, PAUSES_PER_LOOK * (clock() - began)), MOST_PAUSE)
-        pause = max(min(pause, begun + limits.seconds - clock()), 0.0)
+        pause = pause_after(clock() - began, begun + limits.seconds - clock())
         if any(d.end is None for d in going) and signals.poll(1000 * pause):
             for drain in going:
                 drain.finish(End.INTERRUPTED)

@@ -16,6 +16,9 @@ YOUNG_SECONDS = 5.0
 FULL_SHARE = 0.95
 """Of a keeper's memory.  Blocks of several sizes leave some of it unused."""
 
+LEAST_PAUSE, PAUSES_PER_LOOK, MOST_PAUSE = 0.1, 5, 1.0
+"""Between two looks, which read the tables of all engines."""
+
 Name = bytes
 """A block's key, and its group."""
 
@@ -159,3 +162,9 @@ def _spent(now: Progress, limits: Limits) -> End | None:
     if now.rested < STALL_SECONDS:
         return None
     return End.SILENT if now.silent else End.STALLED if now.full else None
+
+
+def pause_after(took: float, left: float) -> float:
+    """Return for how many seconds to rest after a look that took so long.  ``left``: of the time
+    that the user allows."""
+    return max(min(PAUSES_PER_LOOK * took, MOST_PAUSE, left), min(LEAST_PAUSE, left), 0.0)
