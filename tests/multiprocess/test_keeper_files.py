@@ -137,6 +137,7 @@ def test_what_is_withdrawn_while_it_writes_is_in_no_file(
             parts.append(part)
             if len(parts) == 1:
                 a.node.reset()
+            assert kept_in(tmp_path) == [], "one that is killed now leaves none"
 
         monkeypatch.setattr(kept_files, "_write", then_reset)
         assert keeper.write(files)

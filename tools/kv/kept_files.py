@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import xxhash
 
-from kvshm._base.fingerprint import KVSHM_ABI
+from kvshm._base.fingerprint import KVSHM_ABI, TRANSPORT
 from kvshm._node.protocol import abi
 from kvshm.api import BlockContent, EngineLayout
 from kvshm.errors import ConfigError, KvshmError
@@ -25,6 +25,8 @@ from ..keeper.shelf import Filled
 from .block_file import BlockFile, BlockKey, Description, write
 
 SUFFIX = ".kvshm-kept"
+UNFINISHED = ".new"
+"""What the name of a file ends in until all are written, and nothing in them was withdrawn."""
 FILE_BYTES = 256 << 20
 HOST_MEMORY = "posix_shm"
 LOCK = "keeper.lock"
@@ -53,6 +55,7 @@ class Files:
     def read(self) -> Iterator[KeptFile]:
         """Yield the files that can be read, each of which has no name any more: what engines
         withdraw from now on no later start can find in it.  Of others it says why not."""
+        self._remove_unfinished()  # of a keeper that was killed
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
                 file = KeptFile(path)
@@ -69,7 +72,7 @@ class Files:
         for part in _parts(kept):
             path = next(names)
             try:
-                _write(path, part, memory)
+                _write(_unfinished(path), part, memory)
             except (KvshmError, MemoryError) as exc:
                 self._good = False
                 self._say(f"not written: {exc or 'not enough memory'}")
@@ -81,16 +84,30 @@ class Files:
         """Remove what was written of a shelf."""
         for path in [each for each in self._written if each.name.startswith(fingerprint[:32])]:
             del self._written[path]
-            self._remove(path)
+            self._remove(_unfinished(path))
 
     def finish(self) -> bool:
-        """Remove files of earlier times.  Returns whether all was written, and all of them are
-        gone."""
+        """Have the next start find what was written, and nothing else.  Until then it finds none of
+        it, so that a process that is killed before leaves nothing that was withdrawn meanwhile.
+        Returns whether all was written, and files of earlier times are gone."""
+        for path in list(self._written):
+            try:
+                _unfinished(path).rename(path)
+                self._sync()
+            except OSError as exc:
+                self._good = False
+                self._say(f"not written: {exc}")
+                del self._written[path]
+        self._remove_unfinished()
         for path in set(self._folder.glob(f"*{SUFFIX}")) - self._written.keys():
             if not _is_folder(path):  # it is not a keeper's
                 self._remove(path)
         self._say(f"wrote {sum(self._written.values())} blocks into {len(self._written)} files")
         return self._good
+
+    def _remove_unfinished(self) -> None:
+        for path in self._folder.glob(f"*{SUFFIX}{UNFINISHED}"):
+            self._remove(path)
 
     def _names(self, fingerprint: str) -> Iterator[Path]:
         """What a shelf's files may be called."""
@@ -127,7 +144,7 @@ class KeptFile:
             raise KvshmError(f"{path} is of {KVSHM_ABI} {theirs}, this kvshm has {abi()}")
         parts = tuple(map(tuple, what.regions))
         identity = what.fingerprint.hex(), what.fields, what.model, what.block_size
-        self.layout = EngineLayout(*identity, HOST_MEMORY, parts)
+        self.layout = EngineLayout(*identity, what.fields.get(TRANSPORT, HOST_MEMORY), parts)
         self.contents = [BlockContent(b.key, b.parent, b.depth, b.group) for b in what.blocks]
 
     def copy(self, row: int, places: Sequence[Sequence[slice]], memory: memoryview) -> bool:
@@ -142,6 +159,10 @@ class KeptFile:
                 digest.update(memory[place])
             good &= digest.intdigest() == self._file.what.checksums[rank][row]
         return good
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + UNFINISHED)
 
 
 def _is_folder(path: Path) -> bool:
