@@ -77,3 +77,16 @@ def engines_import_when_all_have_ended(run_dir: str, **given: str) -> None:
         with engine(run_dir, "second", **given) as second:
             wait_until(lambda: second.call("find", blocks=PROMPT) == keeper_has, "it is offered")
             assert second.call("load", blocks=PROMPT) == ["done", PROMPT * LAYERS]
+
+
+def engines_import_from_a_keepers_files(run_dir: str, folder: str, **given: str) -> None:
+    """Engines and keeper are started again; what is kept was in files meanwhile."""
+    keeper = ("keeper", run_dir, *KEEPER, "--files", folder)
+    with command("coordinator", run_dir):
+        with command(*keeper, **given), engine(run_dir, "first", **given) as first:
+            first.call("compute", blocks=PROMPT)
+            wait_until(lambda: kept_in(run_dir) == PROMPT, "it is kept")
+        with command(*keeper, **given), engine(run_dir, "second", **given) as second:
+            found = [PROMPT, ["keeper"]]
+            wait_until(lambda: second.call("find", blocks=PROMPT) == found, "it is offered")
+            assert second.call("load", blocks=PROMPT) == ["done", PROMPT * LAYERS]

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from gpu_memory import no_gpu
 
-from ..gpu.keepers import engine, engines_import_when_all_have_ended
+from ..gpu.keepers import (
+    engine,
+    engines_import_from_a_keepers_files,
+    engines_import_when_all_have_ended,
+)
 from ..played_cuda import library
 from .joined import served
 from .keepers import Keeper
@@ -31,6 +35,12 @@ def test_engines_import_from_a_keeper_when_all_have_ended(
     played: dict[str, str], run_dir: Path
 ) -> None:
     engines_import_when_all_have_ended(str(run_dir), **played)
+
+
+def test_engines_import_what_a_keeper_has_read_from_files(
+    played: dict[str, str], run_dir: Path, tmp_path: Path
+) -> None:
+    engines_import_from_a_keepers_files(str(run_dir), str(tmp_path), **played)
 
 
 def test_a_keeper_without_a_gpu_says_which_engines_it_leaves_out(played: dict[str, str]) -> None:
