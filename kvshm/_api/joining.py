@@ -12,7 +12,7 @@ from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
 from kvshm.config import Auto, Config, Share
 from kvshm.errors import KvshmError, MisuseError, TransportError
-from kvshm.interfaces import Region, choose_transport, load_transport
+from kvshm.interfaces import Region, check_installed, choose_transport, load_transport
 
 from .arguments import (
     checked_block_size,
@@ -50,6 +50,7 @@ def allocate(nbytes: int, config: Config | None = None) -> Any:
         raise MisuseError(f"{nbytes} bytes; give the bytes of all blocks, 1 or more")
     config = _settings(config)
     wanted = config.transport
+    check_installed(wanted)
     if wanted != Auto.AUTO and getattr(load_transport(wanted), "takes_host_memory", False):
         wanted = Auto.AUTO  # that of CPU caches makes it
     if (make := getattr(choose_transport(wanted, DEVICE), "allocate", None)) is None:

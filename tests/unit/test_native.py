@@ -284,7 +284,7 @@ def test_address_is_where_the_buffer_lies() -> None:
 MARKS = bytearray(8)
 FREE = SimpleNamespace(next_free_block=SimpleNamespace(block_id=0, next_free_block=None))
 
-AGES = 1, 0, 0.0, 0.0
+LIMITS = 1, 0, 0.0, 0.0, 1, 1
 
 CALLS: list[Callable[[mmap.mmap], object]] = [
     lambda t: _native.publish(t, pack(0), bytes(8), 0),
@@ -297,7 +297,7 @@ CALLS: list[Callable[[mmap.mmap], object]] = [
     lambda t: _native.recheck(t, EPOCH, 0, pack(0)),
     lambda t: _native.hold(t, EPOCH, pack(0), 0, 5),
     lambda t: _native.kept_runs(t, FREE, 1, 1, 0),
-    lambda t: _native.find_duplicates(t, INDEX, {}, MARKS, MARKS, 0, FREE, 1, 1, 0, AGES),
+    lambda t: _native.find_duplicates(t, INDEX, {}, MARKS, MARKS, 0, FREE, 1, 1, 0, LIMITS),
     lambda t: _native.still_duplicates(t, INDEX, {}, MARKS, MARKS, 0, [FREE.next_free_block], 0),
     lambda t: _native.sweep(t, 1),
     lambda t: _native.scan(t, 0, 1),

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..kv.kept_files import KeptFile
 
 SETTLE_SECONDS = 1.0
-"""After a shelf has joined nothing is copied for so long: it gets to know what other keepers
-have."""
+"""After a shelf has joined nothing is copied for so long, nor shown of what files held: it gets to
+know the engines, and what other keepers have."""
 AGAIN_SECONDS = 5.0
 """Between two looks at what was let go."""
 MOST_AT_ONCE = 64
@@ -122,6 +122,8 @@ class Shelf:
         self._keepers = keepers
         if self._joined_at is None and self.node.joined:
             self._joined_at = now
+        if self._has_settled(now):
+            self.node.resume()
         for news in self.node.news():
             for use in self._known.hear(news, self._keepers):
                 if use.name in self._kept:
@@ -140,8 +142,7 @@ class Shelf:
 
     def wanted(self, most: int, room: int, now: float) -> list[BlockName]:
         """Return at most ``most`` blocks to copy now.  ``room``: for how many nothing has to go."""
-        settled = self._joined_at is not None and now >= self._joined_at + SETTLE_SECONDS
-        if self._load is not None or not settled:
+        if self._load is not None or not self._has_settled(now):
             return []
         most, turn = min(most, MOST_AT_ONCE), sum(epoch < self.epoch for epoch in self._keepers)
         leaving = Leaving(self.node.giving_away(), self.node.in_drain())
@@ -150,6 +151,9 @@ class Shelf:
             return outgoing
         before = now - TURN_SECONDS * (1 + turn) if self._keepers else now
         return list(self._waiting.take(most, room, self._what_is_known, before))
+
+    def _has_settled(self, now: float) -> bool:
+        return self._joined_at is not None and now >= self._joined_at + SETTLE_SECONDS
 
     def _what_is_known(self, name: BlockName) -> Known:
         there = bool(self._known.holders(name))
@@ -200,8 +204,9 @@ class Shelf:
         return self._show(good, blocks)
 
     def fill(self, file: KeptFile, memory: memoryview, now: float) -> list[Stored]:
-        """Keep what a file holds, as far as there is room and its bytes are as they were.  Raises
-        KvshmError."""
+        """Keep what a file holds, as far as there is room and its bytes are as they were.  Engines
+        see it once this one knows them, and so hears what they withdraw.  Raises KvshmError."""
+        self.node.pause()
         good, blocks = [], []
         for row, content in enumerate(file.contents):
             if content.name in self._kept:

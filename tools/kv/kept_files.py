@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Files:
                 path.unlink()
                 self._sync()
             except (KvshmError, OSError) as exc:
-                self._say(f"left out: {exc}")
+                self._say(f"left out, and removed when this keeper ends: {exc}")
             else:
                 yield file
 
@@ -212,8 +213,9 @@ def _take(path: Path, name: str) -> int:
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(number, 0)
-        os.pwrite(number, f"{name} (pid {os.getpid()})".encode(), 0)
+        with suppress(OSError):  # no space: the lock needs none
+            os.ftruncate(number, 0)
+            os.pwrite(number, f"{name} (pid {os.getpid()})".encode(), 0)
     except BlockingIOError:
         holder = os.pread(number, HOLDER_BYTES, 0).decode("utf-8", "replace") or "another keeper"
         os.close(number)
