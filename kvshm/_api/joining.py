@@ -41,10 +41,11 @@ def allocate(nbytes: int, config: Config | None = None) -> Any:
 
     ``buffer`` is a writable memoryview of all of it (``torch.frombuffer`` takes it), ``address``
     and ``nbytes`` say where it lies.  ``close()`` lets go of it, after the node's: the pages stay
-    as long as something uses ``buffer``.  ``nbytes``: at least 1.  ``config``: names the transport;
-    unless given, the environment does.  Blocks while the kernel clears the pages, about a second
-    for 4 GB.  Raises TransportError if there is no room, ConfigError for a bad setting, and
-    MisuseError if the transport shares memory only where it lies.
+    as long as something uses ``buffer``.  ``nbytes``: at least 1.  ``config``: names the transport
+    (for one of GPUs the memory is what ``join_like`` takes); unless given, the environment does.
+    Blocks while the kernel clears the pages, about a second for 4 GB.  Raises TransportError if
+    there is no room, ConfigError for a bad setting, and MisuseError if the transport shares memory
+    only where it lies.
     """
     if (nbytes := whole("nbytes", nbytes)) < 1:
         raise MisuseError(f"{nbytes} bytes; give the bytes of all blocks, 1 or more")

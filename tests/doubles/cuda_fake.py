@@ -167,7 +167,8 @@ class FakeDriver:
             self.mapped[address] = _Mapping(None, pages, nbytes, read_only=read_only)
         return address
 
-    host_unregister = lambda self, address: self.ipc_close(address, "")  # noqa: E731
+    def host_unregister(self, address: int) -> None:
+        self.ipc_close(address, "")
 
     # -- other processes' memory
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from hashlib import sha256
 from typing import Any
 
 from gpu_peer import answer_calls
 
 import kvshm
-from kvshm import Config, Identity, LoadState, Region
+from kvshm import Config, Identity, Region
 from kvshm.transport.cuda.export import DeviceMemory
 
 LAYERS, BLOCK, BLOCKS, TOKENS = 3, 1 << 16, 64, 4
@@ -56,10 +55,7 @@ class Engine:
         """Import the prompt into the last blocks; returns how that ended, and how many
         are right."""
         keys, targets = self._keys(blocks), range(BLOCKS - blocks, BLOCKS)
-        load = self.node.load(self.node.lookup(keys), targets)
-        end = time.monotonic() + PATIENCE_SECONDS
-        while (state := load.poll()) is LoadState.PENDING and time.monotonic() < end:
-            time.sleep(0.001)
+        state = self.node.load(self.node.lookup(keys), targets).wait(PATIENCE_SECONDS)
         self.torch.cuda.synchronize()
         right = [
             bytes(self._at(layer, block).cpu().numpy()) == _content(key, layer)

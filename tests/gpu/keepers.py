@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < end, what
-        time.sleep(0.02)
+        time.sleep(0.02)  # of a state in shared memory, which nobody announces
 
 
 def kept_in(run_dir: str) -> int:

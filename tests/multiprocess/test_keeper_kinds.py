@@ -43,11 +43,8 @@ def test_engines_of_several_kinds_share_its_memory(place: Node, toys: Toys) -> N
 
 
 def test_memory_moves_to_engines_of_another_kind_block_by_block(place: Node, toys: Toys) -> None:
-    keeper = Keeper(place, 6)
     a = toys.join("a")
-    ours = prompt(a, b"1")
-    a.compute(ours, range(6))
-    keeper.wait_for(ours)
+    keeper, ours = kept_by(place, a, 6)
     b, c = toys.join("b", kind="another"), toys.join("c", kind="another")
     theirs = prompt(b, b"2", 2)
     d = toys.join("d")
@@ -73,6 +70,18 @@ def test_a_ninth_kind_waits_until_another_one_gives_way(place: Node, toys: Toys)
     assert keeper.metric("published_blocks") == 8 * 6
 
 
+def owners_of(toy: Toy, keys: list[bytes]) -> list[str]:
+    return [owner.name.partition("-")[0] for owner in toy.node.lookup(keys).owners]
+
+
+def kept_by(place: Node, toy: Toy, blocks: int) -> tuple[Keeper, list[bytes]]:
+    """A keeper with room for so many blocks, which has a prompt of 6 of this engine's."""
+    keeper, keys = Keeper(place, blocks), prompt(toy, b"1")
+    toy.compute(keys, range(6))
+    keeper.wait_for(keys)
+    return keeper, keys
+
+
 def use_twice(toys: Toys, blocks: int) -> tuple[Toy, list[bytes]]:
     """Two engines of another kind have a prompt."""
     pair = toys.join("b", kind="another"), toys.join("c", kind="another")
@@ -84,11 +93,8 @@ def use_twice(toys: Toys, blocks: int) -> tuple[Toy, list[bytes]]:
 
 def test_memory_that_is_empty_is_for_engines_of_any_kind(place: Node, toys: Toys) -> None:
     """An engine that goes on has withdrawn all that had filled it."""
-    keeper = Keeper(place, 6)
     a = toys.join("a")
-    ours = prompt(a, b"1")
-    a.compute(ours, range(6))
-    keeper.wait_for(ours)
+    keeper, ours = kept_by(place, a, 6)
     a.node.reset()
     wait_until(lambda: not any(keeper.has(ours)), "it has dropped them")
     _, theirs = use_twice(toys, 6)
@@ -97,11 +103,8 @@ def test_memory_that_is_empty_is_for_engines_of_any_kind(place: Node, toys: Toys
 
 def test_memory_does_not_move_while_an_importer_reads_it(place: Node, toys: Toys) -> None:
     """A block of two pages takes the place of another one, not of two of which one is read."""
-    keeper = Keeper(place, 8)
     a, b = toys.pair()
-    ours = prompt(a, b"1")
-    a.compute(ours, range(6))
-    keeper.wait_for(ours)
+    keeper, ours = kept_by(place, a, 8)
     a.node.close()
     wide = [toys.join(name, regions=WIDE, kind="wide") for name in ("wide", "wider")]
     first, second = (prompt(wide[0], salt, 1) for salt in (b"2", b"3"))
@@ -121,15 +124,11 @@ def test_memory_does_not_move_while_an_importer_reads_it(place: Node, toys: Toys
 
 def test_what_is_read_while_its_place_moves_is_discarded(place: Node, toys: Toys) -> None:
     """Withdrawn in the middle of a copy; then engines of another kind need the place."""
-    keeper = Keeper(place, 6)
     a, b = toys.pair()
-    ours = prompt(a, b"1")
-    a.compute(ours, range(6))
-    keeper.wait_for(ours)
+    keeper, ours = kept_by(place, a, 6)
     with b.copies_held_up():
         a.node.retract(range(6))
-        offered = lambda: [o.name[:6] for o in b.node.lookup(ours).owners] == ["keeper"]  # noqa: E731
-        wait_until(offered, "the keeper alone has it")
+        wait_until(lambda: owners_of(b, ours) == ["keeper"], "the keeper alone has it")
         load = b.node.load(b.node.lookup(ours), range(20, 26))
         b.wait_until_copying()
         a.node.reset()

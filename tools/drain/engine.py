@@ -147,10 +147,8 @@ def _table(segments: SegmentClient, engine: EngineReading) -> PeerSlotTable:
     """From the engine or, if it does not answer, from the coordinator: keepers can read its memory
     all the same."""
     if engine.answers:
-        try:
+        with suppress(KvshmError):  # it has just ceased to
             return segments.peer_table(engine.epoch)
-        except KvshmError:
-            pass
     return segments.roster_table(engine.epoch, engine.blocks.total, len(engine.life))
 
 

@@ -108,13 +108,14 @@ class Files:
 
     def _remove_unfinished(self) -> None:
         for path in self._folder.glob(f"*{SUFFIX}{UNFINISHED}"):
-            self._remove(path)
+            if not _is_folder(path):
+                self._remove(path)
 
     def _names(self, fingerprint: str) -> Iterator[Path]:
         """What a shelf's files may be called."""
         for number in count():
             path = self._folder / f"{fingerprint[:32]}.{number:05}{SUFFIX}"
-            if not _is_folder(path):
+            if not (_is_folder(path) or _is_folder(_unfinished(path))):
                 yield path
 
     def _remove(self, path: Path) -> None:

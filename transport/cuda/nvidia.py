@@ -36,6 +36,8 @@ _RANGE_SIZE = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _PORTABLE_AND_MAPPED = 3
 _READ_ONLY = 8
 """Without it the driver registers no memory that is mapped read-only."""
+_register_lock = threading.Lock()
+"""Held while gigabytes are page-locked: not the lock that copies take for their buffers."""
 _registered: dict[int, int] = {}
 """How often host memory at each address has been registered: the driver refuses a second time."""
 _BLOCKING_WITHOUT_TIMING = 3
@@ -171,7 +173,7 @@ class NvidiaDriver:
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool) -> int:
         flags = _PORTABLE_AND_MAPPED | (_READ_ONLY if read_only else 0)
-        with _host_lock:
+        with _register_lock:
             if address not in _registered:
                 self._call_in_context(cu.cuMemHostRegister, address, nbytes, flags)
             _registered[address] = _registered.get(address, 0) + 1
@@ -182,7 +184,7 @@ class NvidiaDriver:
             raise
 
     def host_unregister(self, address: int) -> None:
-        with _host_lock:
+        with _register_lock:
             _registered[address] -= 1
             if not _registered[address]:
                 del _registered[address]

@@ -80,8 +80,8 @@ class Prober:
 
     def choose(self, row: RegionRow, num_blocks: int, device: str) -> Route:
         """Return the route, kernel or copy engines, for fragments of ``row``'s size from
-        ``device``: the faster one; measured once per size.  Blocks for milliseconds; writes only to
-        scratch."""
+        ``device``: the faster one of those allowed; measured once per size.  Blocks for
+        milliseconds; writes only to scratch."""
         with self._lock:
             key = (device, row.block_bytes)
             if key not in self._chosen:

@@ -169,7 +169,7 @@ class Duplicates:
         walked = self._search.walk(began.block, AHEAD, most, anew=anew, ratio=ratio)
         passed = began.passed + walked.blocks
         ended = walked.ended or walked.blocks >= left
-        last = _Place(walked.last, self._search.used_at(walked.last), passed)
+        last = self._place(walked.last, passed)
         self._walked_to = [] if ended else [last, began]
         new = [block for block in walked.found if block.block_id not in self._known]
         self._found += [_Found(b, self._search.used_at(b), b.block_hash) for b in new]
@@ -184,17 +184,23 @@ class Duplicates:
         """Where the next walk begins: where the last one ended or, at least, began, unless that
         block was used since: it is in use, or has moved to the queue's end."""
         for place in self._walked_to:
-            if _is_free(place.block) and self._search.used_at(place.block) == place.used:
+            now = self._place(place.block, place.passed)
+            if _is_free(place.block) and now.used == place.used:
                 return place
-        return _Place(self._queue.fake_free_list_head, 0, 0)
+        return self._place(self._queue.fake_free_list_head, 0)
+
+    def _place(self, block: Any, passed: int) -> _Place:
+        """``block``: of the queue, or its head, which is no block of the pool's."""
+        is_head = block is self._queue.fake_free_list_head
+        return _Place(block, 0 if is_head else self._search.used_at(block), passed)
 
     def _step_back_from(self, block: Any) -> None:
         """A block is about to move to the queue's head: a walk that ended there goes on where it
         was."""
         for place in self._walked_to:
             if place.block is block:
-                place.block = block.prev_free_block
-                place.used = self._search.used_at(place.block)
+                before = self._place(block.prev_free_block, place.passed)
+                place.block, place.used = before.block, before.used
 
 
 def _is_free(block: Any) -> bool:
