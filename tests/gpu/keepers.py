@@ -80,7 +80,9 @@ def engines_import_when_all_have_ended(run_dir: str, **given: str) -> None:
 
 
 def engines_import_from_a_keepers_files(run_dir: str, folder: str, **given: str) -> None:
-    """Engines and keeper are started again; what is kept was in files meanwhile."""
+    """Engines and keeper are started again; what is kept was in files meanwhile.  All of them are
+    told which transport it is."""
+    given["KVSHM_TRANSPORT"] = "cuda_ipc"
     keeper = ("keeper", run_dir, *KEEPER, "--files", folder)
     with command("coordinator", run_dir):
         with command(*keeper, **given), engine(run_dir, "first", **given) as first:

@@ -185,17 +185,22 @@ def test_its_exit_status_says_that_it_could_not_write(
     assert "wrote 0 blocks into 0 files" in str(keeper.process.out)
 
 
-def test_a_block_whose_bytes_have_changed_in_a_file_is_left_out(
-    place: Node, toys: Toys, tmp_path: Path
-) -> None:
-    keeper = Keeper(place, 1000, "--files", str(tmp_path))
-    a = toys.join("a")
+def written(place: Node, toys: Toys, folder: Path) -> tuple[list[bytes], Path]:
+    """A prompt of an engine that has ended, and the file in which a keeper has left it."""
+    keeper, a = Keeper(place, 1000, "--files", str(folder)), toys.join("a")
     keys = prompt(a, b"1")
     a.compute(keys, range(6))
     keeper.wait_for(keys)
     assert keeper.process.terminate() == 0
     a.node.close()
-    (path,) = kept_in(tmp_path)
+    (path,) = kept_in(folder)
+    return keys, path
+
+
+def test_a_block_whose_bytes_have_changed_in_a_file_is_left_out(
+    place: Node, toys: Toys, tmp_path: Path
+) -> None:
+    keys, path = written(place, toys, tmp_path)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -206,14 +211,7 @@ def test_a_block_whose_bytes_have_changed_in_a_file_is_left_out(
 
 
 def test_other_tools_read_its_files(place: Node, toys: Toys, tmp_path: Path) -> None:
-    keeper = Keeper(place, 1000, "--files", str(tmp_path))
-    a = toys.join("a")
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    keeper.wait_for(keys)
-    assert keeper.process.terminate() == 0
-    a.node.close()
-    (path,) = kept_in(tmp_path)
+    keys, path = written(place, toys, tmp_path)
     where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
     command = ("-P", "-m", "kvshm.tools.cli", "kv", "serve", str(path), *where)
     server = place.processes.python("serve", *command)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +24,8 @@ from kvshm.config import Config
 from kvshm.halves import LoadPlanner, Marks
 from kvshm.hooks.vllm.exports.free_order import FreeOrder
 
+from ..sessions import new_namespace
+from ..unit import exporters
 from ..unit.exporters import OWN_EPOCH, Exporter
 from ..unit.served import ServedNode
 
@@ -132,14 +138,32 @@ class Life:
         return self.table.counters.read(counter)
 
     def queue(self) -> list[int]:
-        found = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-        backwards, block = [], self.pool.free_block_queue.fake_free_list_tail.prev_free_block
-        while block.prev_free_block is not None:
-            backwards.append(block.block_id)
-            block = block.prev_free_block
-        assert backwards[::-1] == found
-        assert len(found) == self.pool.get_num_free_blocks()
-        return found
+        return queue_of(self.pool)
+
+
+def queue_of(pool: BlockPool) -> list[int]:
+    """The ids of the free blocks in their order, which is the same in both directions."""
+    found = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    backwards, block = [], pool.free_block_queue.fake_free_list_tail.prev_free_block
+    while block.prev_free_block is not None:
+        backwards.append(block.block_id)
+        block = block.prev_free_block
+    assert backwards[::-1] == found
+    assert len(found) == pool.get_num_free_blocks()
+    return found
+
+
+@contextmanager
+def served_pool() -> Iterator[ServedNode]:
+    """A node of engines with NUM_BLOCKS blocks each."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="kv-") as run_dir,
+    ):
+        patch.setattr(exporters, "NUM_BLOCKS", NUM_BLOCKS)
+        node = ServedNode(Path(run_dir), new_namespace())
+        yield node
+        node.close()
 
 
 def filled(served: ServedNode, **arguments: Any) -> tuple[Life, list[int]]:

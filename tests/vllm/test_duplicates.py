@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +16,14 @@ from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.statistics import DUPLICATES_LOST, DUPLICATES_REUSED, LAST_COPIES_REUSED
 from kvshm.config import Auto
 
-from ..sessions import new_namespace
-from ..unit import exporters
 from ..unit.served import ServedNode
-from .pool_life import BIT, NUM_BLOCKS, digest, filled
+from .pool_life import BIT, NUM_BLOCKS, digest, filled, served_pool
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedNode]:
-    monkeypatch.setattr(exporters, "NUM_BLOCKS", NUM_BLOCKS)
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        node = ServedNode(Path(directory), new_namespace())
+def served() -> Iterator[ServedNode]:
+    with served_pool() as node:
         yield node
-        node.close()
 
 
 def test_without_other_engines_nothing_moves(served: ServedNode) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,19 +11,14 @@ pytest.importorskip("vllm")
 
 from kvshm.hooks.vllm.exports import duplicates
 
-from ..sessions import new_namespace
-from ..unit import exporters
 from ..unit.served import ServedNode
-from .pool_life import NUM_BLOCKS, filled
+from .pool_life import filled, served_pool
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedNode]:
-    monkeypatch.setattr(exporters, "NUM_BLOCKS", NUM_BLOCKS)
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        node = ServedNode(Path(directory), new_namespace())
+def served() -> Iterator[ServedNode]:
+    with served_pool() as node:
         yield node
-        node.close()
 
 
 def test_behind_a_duplicate_that_was_used_lately_older_ones_are_found(served: ServedNode) -> None:

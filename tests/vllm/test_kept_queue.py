@@ -22,6 +22,7 @@ from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 from ..unit.served import AnyTable
 from ..unit.test_slots import spec_of
 from .conftest import Lines
+from .pool_life import queue_of
 
 BIT = LeaseBit(9)
 
@@ -71,14 +72,7 @@ class Life:
         self.wanted = set[int]()
 
     def queue(self) -> list[int]:
-        found = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-        backwards, block = [], self.pool.free_block_queue.fake_free_list_tail.prev_free_block
-        while block.prev_free_block is not None:
-            backwards.append(block.block_id)
-            block = block.prev_free_block
-        assert backwards[::-1] == found
-        assert len(found) == self.pool.get_num_free_blocks()
-        return found
+        return queue_of(self.pool)
 
     def allocate(self) -> None:
         before = self.queue()
