@@ -141,6 +141,10 @@ class SharingNode(Node):
 
     def wait_joined(self, *engines: Engine) -> None:
         """Wait until each of the engines knows all that the others show."""
+        for engine in engines:  # joins behind its start: it may answer before it has a table
+            for _ in wait_until(f"{engine!r} has a slot table", SHARING_TIMEOUT_S):
+                if self._epoch(engine) is not None:
+                    break
         for importer, exporter in permutations(engines, 2):
             self._wait_known(importer, exporter, self.shown(exporter))
 
