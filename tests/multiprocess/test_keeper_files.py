@@ -9,14 +9,15 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvshm import LoadState
+from kvshm import LoadState, Reader
 from kvshm.tools.keeper import keeper as engine_keeper
 from kvshm.tools.keeper.shelf import Filled
 from kvshm.tools.kv import kept_files
-from kvshm.tools.kv.block_file import BlockFile
+from kvshm.tools.kv.block_file import BlockFile, BlockFileError
 from kvshm.tools.kv.kept_files import SUFFIX
 
 from .joined import Toy, Toys, ended, served
@@ -208,6 +209,36 @@ def test_a_block_whose_bytes_have_changed_in_a_file_is_left_out(
     again.process.wait_out(lambda line: line == "read 5 blocks from files")
     wait_until(lambda: sum(again.has(keys)) == 5, "it shows them")
     imports(toys.join("b"), [key for key in keys if all(again.has([key]))])
+
+
+def test_a_block_that_cannot_be_read_costs_no_other_one(
+    place: Node, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: there is no memory for the third block when it is read."""
+    keys, _ = written(place, toys, tmp_path)
+    rows, said = BlockFile.rows, list[str]()
+
+    def lacks_memory(file: BlockFile, name: str, start: int, end: int) -> Any:
+        if start == 2:
+            raise BlockFileError("not enough memory")
+        return rows(file, name, start, end)
+
+    monkeypatch.setattr(BlockFile, "rows", lacks_memory)
+    config = toys.join("b").config
+    keeper = engine_keeper.Keeper(
+        config, engine_keeper.Limits(1 << 20, 1 << 30, 60), "k", time.monotonic(), said.append
+    )
+
+    def shown() -> set[bytes]:
+        keeper.go_round(time.monotonic())
+        with Reader(config) as reader:
+            views = [view for view in reader.engines() if view.keeps]
+            return {block.key for view in views for block in reader.list(view.epoch)}
+
+    with closing(keeper):
+        keeper.read(kept_files.Files(tmp_path, "k", said.append))
+        assert said[-1] == "read 5 blocks from files"
+        wait_until(lambda: shown() == {*keys} - {keys[2]}, "it shows the others")
 
 
 def test_other_tools_read_its_files(place: Node, toys: Toys, tmp_path: Path) -> None:

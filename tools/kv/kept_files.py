@@ -23,7 +23,7 @@ from kvshm.api import BlockContent, EngineLayout
 from kvshm.errors import ConfigError, KvshmError
 
 from ..keeper.shelf import Filled
-from .block_file import BlockFile, BlockKey, Description, write
+from .block_file import BlockFile, BlockFileError, BlockKey, Description, write
 
 SUFFIX = ".kvshm-kept"
 UNFINISHED = ".new"
@@ -151,12 +151,15 @@ class KeptFile:
 
     def copy(self, row: int, places: Sequence[Sequence[slice]], memory: memoryview) -> bool:
         """Copy one block into these places of the memory, for each rank and region.  Returns
-        whether they then hold the bytes that were written.  Raises BlockFileError."""
+        whether they then hold the bytes that were written: not if it cannot be read."""
         good = True
         for rank, its in enumerate(places):
             digest = xxhash.xxh3_64()
             for region, place in enumerate(its):
-                (part,) = self._file.rows(f"rank{rank}.region{region}", row, row + 1)
+                try:
+                    (part,) = self._file.rows(f"rank{rank}.region{region}", row, row + 1)
+                except BlockFileError:  # for example, not enough memory
+                    return False
                 memory[place] = memoryview(part)
                 digest.update(memory[place])
             good &= digest.intdigest() == self._file.what.checksums[rank][row]
