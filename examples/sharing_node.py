@@ -104,9 +104,12 @@ class SharingNode(Node):
             return {i for i, slot in enumerate(table.slots()) if slot.leases}
 
     def epoch(self, engine: Engine) -> Epoch:
-        """Return the epoch of the engine's cache."""
-        epoch = self._epoch(engine)
-        assert epoch is not None, f"{engine!r} has no slot table"
+        """Return the epoch of the engine's cache; wait for one if none has begun yet: an engine
+        joins behind its start, and may answer before it has a slot table."""
+        for _ in wait_until(f"{engine!r} has a slot table", SHARING_TIMEOUT_S):
+            if (epoch := self._epoch(engine)) is not None:
+                break
+        assert epoch is not None  # else that has raised TimeoutError
         return epoch
 
     def reset(self, engine: Engine) -> None:
@@ -141,10 +144,6 @@ class SharingNode(Node):
 
     def wait_joined(self, *engines: Engine) -> None:
         """Wait until each of the engines knows all that the others show."""
-        for engine in engines:  # joins behind its start: it may answer before it has a table
-            for _ in wait_until(f"{engine!r} has a slot table", SHARING_TIMEOUT_S):
-                if self._epoch(engine) is not None:
-                    break
         for importer, exporter in permutations(engines, 2):
             self._wait_known(importer, exporter, self.shown(exporter))
 
