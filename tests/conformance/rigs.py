@@ -21,7 +21,7 @@ from gpu_memory import no_gpu
 
 from kvshm.interfaces import Attachment, Copy, CopyState, Region, Transport
 from kvshm.transport.cuda.driver import Route
-from kvshm.transport.cuda.export import DeviceMemory
+from kvshm.transport.cuda.export import HOST, DeviceMemory, _unused_probes
 from kvshm.transport.cuda.transport import CudaIpcTransport
 from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
@@ -213,6 +213,11 @@ class FakeFromHostRig(FakeCudaRig):
     def close(self) -> None:
         super().close()
         self.run_dir.cleanup()
+        for peer in self.peers:
+            # A process keeps it for its next transport: a fake one has no next, and it holds
+            # descriptors of this one.
+            driver = cast(CudaIpcTransport, peer.transport).driver
+            _unused_probes.pop((driver.process, driver.uuid, HOST), None)
 
 
 class FakeToHostRig(FakeFromHostRig):
