@@ -34,6 +34,7 @@ from .exports.pending_blocks import CompletedRuns
 from .exports.pool_watch import PoolListener, watch_pool
 from .identity.fields import scheduler_fields
 from .identity.groups import groups_of
+from .imports.at_once import leave_to_loads
 from .imports.importer import RequestImporter
 from .imports.pool_room import PoolRoom
 from .imports.prompt_tokens import PromptTokens
@@ -108,6 +109,8 @@ class SchedulerSide:
         # Another connector may load into the same step.
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
+        # vLLM's worker copies the state that a request goes on from before any load of the step.
+        early = early and not any(group.state for group in self.importer.lookups.groups.all)
         if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
         for multi in () if self.cache.role.no_imports else callers_with("sub_connectors"):
@@ -292,6 +295,7 @@ class SchedulerSide:
         busy = output.total_num_scheduled_tokens > 0
         epoch_state = self.cache.epoch_state  # read first: another may follow at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
+        leave_to_loads(output, at_once)
         completes: CompletedRuns = []
         # In a step that runs the model: an idle one may come between a reset and its new weights.
         describe = self.epochs.descriptions.ask(self._step) if busy else 0

@@ -105,7 +105,10 @@ def _group(number: int, group: Any) -> Group:
     """The group, of Python's own whole numbers: the fingerprint spells them."""
     if not isinstance(group, Group):
         raise MisuseError(f"group {number} is {group!r}; give a Group")
-    return Group(*(whole(f"a number of group {number}", n) for n in dataclasses.astuple(group)))
+    *numbers, state = dataclasses.astuple(group)
+    if not isinstance(state, bool):
+        raise MisuseError(f"group {number} has the state {state!r}; give True or False")
+    return Group(*(whole(f"a number of group {number}", n) for n in numbers), state=state)
 
 
 def overlap(one: Region, other: Region) -> bool:
@@ -177,9 +180,11 @@ def checked_groups(groups: Sequence[Group] | None, block_size: int) -> Sequence[
                 f"group {number} is {group}; number the groups from 0, and give each `scale` keys "
                 f"of {block_size} tokens per block"
             )
-        if min(group.window, group.chunk, group.ahead) < 0 or (group.window and group.chunk):
+        kinds = sum(map(bool, (group.window, group.chunk, group.state)))
+        if min(group.window, group.chunk, group.ahead) < 0 or kinds > 1:
             raise MisuseError(
-                f"group {number} is {group}; give a window, or a chunk, or 0 for full attention"
+                f"group {number} is {group}; give a window, a chunk or a state, or none of them "
+                f"for full attention"
             )
     if len(given) == 1 and given[0].scale != 1:
         raise MisuseError(f"the only group is {given[0]}; give it one key for each block")

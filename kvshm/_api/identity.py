@@ -81,7 +81,7 @@ def _is_text(value: object) -> bool:
 def _layers(regions: Sequence[Region], groups: Sequence[Group]) -> str:
     """How many bytes a block has where, and which groups there are."""
     sizes = sha256(repr([region.block_bytes for region in regions]).encode()).hexdigest()[:16]
-    kinds = [(group.block_size, group.window, group.chunk, group.ahead) for group in groups]
+    kinds = [(g.block_size, g.window, g.chunk, g.ahead, g.state) for g in groups]
     return f"{len(regions)} regions {sizes}, groups {kinds}"
 
 

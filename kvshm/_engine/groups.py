@@ -20,8 +20,8 @@ from kvshm._shm.layout import RECORD_BYTES
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group: layers that share one block table.  Without ``window`` and ``chunk`` it
-    has full attention."""
+    """One KV cache group: layers that share one block table.  Without ``window``, ``chunk`` and
+    ``state`` it has full attention."""
 
     number: int
     """Its index, from 0 on."""
@@ -37,14 +37,19 @@ class Group:
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
     use the group (EAGLE).  A lookup needs the keys of these, too.  An only group of full attention
     needs none."""
+    state: bool = False
+    """Whether a block holds the layers' state behind its last token (Mamba, linear attention):
+    then a prefix needs its last block, and no other."""
 
     @property
     def is_full(self) -> bool:
         """Whether it has full attention."""
-        return not (self.window or self.chunk)
+        return not (self.window or self.chunk or self.state)
 
     def first_needed(self, blocks: int) -> int:
         """Return the first block that a prefix of ``blocks`` blocks needs."""
+        if self.state:
+            return max(0, blocks - 1)
         if self.window:
             return max(0, blocks - -(-(self.window - 1) // self.block_size))
         if self.chunk:
@@ -171,8 +176,21 @@ class _Cover:
         if first >= stop:
             return length
         if not (self.runs and self.first <= first):
+            if group.state:
+                return self._last_state(start // group.scale, stop, find) * group.scale
             self._look(first, stop, find)
         return length if self.end >= stop else (self.end - group.ahead) * group.scale
+
+    def _last_state(self, start: int, stop: int, find: Find) -> int:
+        """Look for the last state before ``stop``; returns the blocks of its prefix, ``start`` if
+        there is none behind it.  Blocks in front of a state say nothing of it, so there is no run
+        to follow."""
+        for block in range(stop - 1, start - 1, -1):
+            found, reached = find(self.group, block, block + 1)
+            if found:
+                self.first, self.end, self.runs = block, reached, deque(found)
+                return reached
+        return start
 
     def _look(self, first: int, stop: int, find: Find) -> None:
         """Extend the cover to the blocks from ``first`` to ``stop``, or to the first of them that

@@ -15,6 +15,7 @@ from typing import Any
 from tiny_model import MAX_MODEL_LEN, SPECIAL_TOKENS, write_model, write_tokenizer
 
 FULL, WINDOW, CHUNK = "FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"
+STATE = "MambaSpec"
 SLIDING, GLOBAL = "sliding_attention", "full_attention"
 
 SHAPE = {
@@ -111,6 +112,40 @@ def write_gemma4(directory: Path) -> Path:
     )
 
 
+def write_qwen3_next(directory: Path) -> Path:
+    """Three layers of linear attention (gated delta net) to one of full attention, experts."""
+    return _write(
+        directory,
+        "Qwen3NextConfig",
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+    )
+
+
+def write_lfm2(directory: Path) -> Path:
+    """Short convolutions, whose state is their last two inputs."""
+    return _write(
+        directory,
+        "Lfm2Config",
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_dim=SHAPE["hidden_size"],
+        block_dim=SHAPE["hidden_size"],
+        block_ff_dim=SHAPE["intermediate_size"],
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+    )
+
+
+FEW_TOKENS = 24 * 128
+
+
 @dataclass(frozen=True)
 class Family:
     """A tiny model and how its engine is started."""
@@ -125,6 +160,28 @@ class Family:
     def step(self) -> int:
         """The length of every hit is a multiple of this: vLLM's scheduler's block size."""
         return math.lcm(*(tokens for _, tokens in self.groups))
+
+    @property
+    def kinds(self) -> set[str]:
+        return {kind for kind, _ in self.groups}
+
+    @property
+    def unit(self) -> int:
+        """Tokens between two places at which another group may be in another block: states are
+        kept at no others."""
+        return self.step if STATE in self.kinds else 128
+
+    @property
+    def tail(self) -> int:
+        """Tokens behind a block, after which a wrong block still shows: short convolutions forget
+        their state in a few tokens."""
+        return 2 if STATE in self.kinds else 40
+
+    @property
+    def few_blocks(self) -> int:
+        """Little more than the longest prompt needs, so that blocks are reused all the time.  Of
+        each group's states a request keeps two or three."""
+        return sum(4 if kind == STATE else FEW_TOKENS // tokens for kind, tokens in self.groups)
 
     def published(self, prompt: Sequence[int]) -> int:
         """Return how many blocks of a prompt are published at least.  All that are published of a
@@ -149,6 +206,8 @@ SEVERAL_GROUPS = (
     Family("llama4", write_llama4, ((CHUNK, 128),) * 3 + ONE),
     Family("mistral", write_mistral, ((WINDOW, 128),)),
     Family("gemma4", write_gemma4, ((WINDOW, 256), (WINDOW, 256), *ONE)),
+    Family("qwen3-next", write_qwen3_next, ((STATE, 384),) * 3 + ((FULL, 384),)),
+    Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE),
 )
 MADE_ONE_GROUP = (
     Family("llama", write_model, ONE),

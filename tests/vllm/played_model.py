@@ -2,7 +2,8 @@
 
 It is made of the weights, the token, and in every group of what the token reads there: the token
 before it and the first one that the group's window or chunk contains.  So one wrong block of one
-group gives other numbers in all groups, from there on.
+group gives other numbers in all groups, from there on.  In a group that keeps states, the number is
+the state behind the token, and a token reads the one before.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def reads(group: Group, position: int) -> Iterator[int]:
     first = max(0, position - group.window + 1) if group.window else 0
     if group.chunk:
         first = position // group.chunk * group.chunk
-    if first < position:
+    if group.state:
+        first = position - 1
+    if 0 <= first < position:
         yield from (first, position - 1)
 
 
@@ -65,4 +68,5 @@ class PlayedModel:
         """What a block of this hash has to hold; the hash is that of these tokens."""
         if (key := (weights, block_hash)) not in self.known:
             self.known[key] = self.contents(weights, tokens)
-        return self.known[key][group][-self.groups[group].block_size :]
+        kept = 1 if self.groups[group].state else self.groups[group].block_size
+        return self.known[key][group][-kept:]

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -64,6 +65,16 @@ def window(tokens: int, scale: int = 1) -> SlidingWindowSpec:
 def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
     """A group with chunked local attention in chunks of this many tokens."""
     return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=tokens, **SHAPE)
+
+
+def states(checkpoints: int = 0, scale: int = 1) -> MambaSpec:
+    """A group that keeps states.  With ``checkpoints`` a step also saves one within what it
+    computes."""
+    return MambaSpec(
+        BLOCK_SIZE * scale, shapes=((4,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=checkpoints,
+        prefill_checkpoint_alignment=checkpoints or None,
+    )  # fmt: skip
 
 
 def vllm_config(
@@ -120,6 +131,9 @@ class DrivenEngine:
         kind = AsyncScheduler if self.asynchronous else Scheduler
         sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
         hash_size = math.gcd(*sizes)
+        if cache.has_mamba_layers:
+            self.config.cache_config.mamba_cache_mode = "align"
+            self.config.cache_config.block_size = math.lcm(*sizes)
         self.scheduler = kind(
             vllm_config=self.config,
             kv_cache_config=cache,

@@ -21,7 +21,7 @@ from kvshm.interfaces import Region
 
 from ..unit.exporters import Exporter
 from ..unit.served import ServedNode
-from .scheduling import DrivenEngine, Sent, chunk, full, window
+from .scheduling import DrivenEngine, Sent, chunk, full, states, window
 
 KINDS: dict[str, list[Any]] = {
     "full and window": [full(), window(40)],
@@ -31,6 +31,14 @@ KINDS: dict[str, list[Any]] = {
     "larger full blocks": [full(2), window(40)],
     "larger windowed blocks": [full(), window(40, 2)],
 }
+WITH_STATES: dict[str, list[Any]] = {
+    "full and states": [full(), states()],
+    "several states": [states(), states(), full()],
+    "states and a window": [full(), window(40), states()],
+    "states with checkpoints": [states(1), full()],
+}
+"""For these no step waits for a load."""
+ALL_KINDS = {**KINDS, **WITH_STATES}
 PEER = 77
 OWN_BIT = LeaseBit(5)
 

@@ -30,7 +30,7 @@ from kvshm.hooks.vllm.messages import RankReport
 from ..unit.served import set_life
 from .played_model import GARBAGE, Kv, PlayedModel
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, description, prompt
-from .several_groups import KINDS
+from .several_groups import ALL_KINDS
 
 SEEDS = range(6)
 FOREIGN = -2
@@ -49,6 +49,28 @@ class Written:
 
     def block(self, place: Place) -> int:
         return self.tables[place[0].number][place[1]]
+
+    def state_block(self, group: Group, tokens: int) -> int:
+        """The block with the state behind so many tokens, at a step's begin or end."""
+        return self.block((group, (tokens - 1) // group.block_size))
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count
+
+    def blocks_written(self, group: Group) -> set[int]:
+        """The blocks of a group that the step computes."""
+        if group.state:
+            return {self.state_block(group, self.end), self.checkpoint(group)} - {0}
+        indices = {p // group.block_size for p in range(self.begin, self.end)}
+        return {self.block((group, index)) for index in indices}
+
+    def checkpoint(self, group: Group) -> int:
+        """The block for the state at the last boundary within the step, 0: none; where vLLM's
+        worker looks for it."""
+        index = -(-self.end // group.block_size) - 2
+        within = index > (self.begin - 1) // group.block_size and not self.begin % group.block_size
+        return self.block((group, index)) if within else 0
 
 
 @dataclass
@@ -200,9 +222,8 @@ class Node:
             loaded = self.to_fill(self.others.pop(name, range(0)), tables)
             samples = not request.is_prefill_chunk
             writes.append(one := Written(request, tables, begin, count, samples, loaded))
-            computed = range(begin, begin + count)
-            new = {(group, p // group.block_size) for group in self.groups.all for p in computed}
-            written = {one.block(place) for place in new.union(loaded)}
+            written = {one.block(place) for place in loaded}
+            written = written.union(*map(one.blocks_written, self.groups.all))
             assert not written & self.readable(), "written while others read it"
         for load in sent.metadata.loads:
             assert not set(load.targets) & self.readable()
@@ -240,13 +261,31 @@ class Node:
         places = {written.block(place): place for place in written.loaded}
         bad = self.fill(written.request, places, FOREIGN, failing=len(self.groups.all) == 1)
         tokens = list(written.request._all_token_ids)
-        for p in range(written.begin, written.begin + written.count):
+        self.go_on(written)
+        for p in range(written.begin, written.end):
             token = tokens[p] if p < len(tokens) else GARBAGE
             made = self.model.token(self.weights, p, token, lambda g, p: self.at(written, g, p))
             for group, number in zip(self.groups.all, made, strict=True):
+                if group.state:
+                    self.keep_state(written, group, p, number)
+                    continue
                 place = self.memory[written.block((group, p // group.block_size))]
                 place[p % group.block_size] = number
         return bad
+
+    def go_on(self, written: Written) -> None:
+        """As vLLM's worker does first: copy each state to the block that the step writes."""
+        for group in self.groups.all if written.begin else ():
+            if group.state:
+                source = written.state_block(group, written.begin)
+                target = written.state_block(group, written.end)
+                self.memory[target][0] = self.memory[source][0]
+
+    def keep_state(self, written: Written, group: Group, position: int, state: int) -> None:
+        self.memory[written.state_block(group, written.end)][0] = state
+        last_block = (written.end - 1) // group.block_size
+        if position + 1 == last_block * group.block_size and (block := written.checkpoint(group)):
+            self.memory[block][0] = state
 
     def fill(
         self, request: Request, places: dict[int, Place], weights: int, failing: bool = True
@@ -261,10 +300,14 @@ class Node:
                 bad.add(block)
             else:
                 arrived = kv[group.number][begin : begin + group.block_size]
-                place[: group.block_size] = arrived
+                if group.state:
+                    arrived = arrived[-1:]
+                place[: len(arrived)] = arrived
         return bad
 
     def at(self, written: Written, group: Group, position: int) -> int:
+        if group.state:
+            return self.memory[written.state_block(group, written.end)][0]
         block = written.block((group, position // group.block_size))
         return self.memory[block][position % group.block_size]
 
@@ -374,13 +417,13 @@ def test_what_others_may_read_is_what_it_says(
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_what_others_may_read_is_what_it_says_in_each_group(
     engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool, seed: int
 ) -> None:
     """A step computes more tokens than a window has, or fewer; vLLM keeps all windows, or, as by
     default, only those that a later prompt may need."""
-    specs, batch = KINDS[kind], (80, 32)[seed]
+    specs, batch = ALL_KINDS[kind], (80, 32)[seed]
     num_blocks = 16 + 12 * len(specs)
     e = engine(asynchronous, num_blocks, specs, max_num_batched_tokens=batch, max_num_seqs=8)
     e.scheduler.kv_cache_manager.coordinator.retention_interval = (None, 0)[seed]

@@ -23,14 +23,10 @@ from sharing_node import BLOCK_SIZE, Observation, observe
 
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode
-from .families import FULL, MADE_ONE_GROUP, SEVERAL_GROUPS, WINDOW, Family
+from .families import FULL, MADE_ONE_GROUP, SEVERAL_GROUPS, STATE, WINDOW, Family
 from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
-
-TOKENS_PER_GROUP = 24 * BLOCK_SIZE
-"""Little more than the longest prompt needs, so that blocks are reused all the time."""
-
 
 @dataclass(frozen=True)
 class InTurnSpec(EngineSpec):
@@ -76,8 +72,8 @@ def shared(
 ) -> Iterator[Shared]:
     family, (node, *engines) = request.param, servers
     model = family.write(tmp_path_factory.mktemp("family"))
-    num_blocks = sum(TOKENS_PER_GROUP // tokens for _, tokens in family.groups)
-    arguments = {"model": str(model), "num_gpu_blocks_override": num_blocks, **family.arguments}
+    few = {"num_gpu_blocks_override": family.few_blocks}
+    arguments = {"model": str(model), **few, **family.arguments}
     begin = {"arguments": arguments, "environment": dict(family.environment)}
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
@@ -141,7 +137,7 @@ def test_a_local_hit_is_continued(shared: Shared) -> None:
     keeps a window only at the end of each prompt, so the exporter is asked for both prompts."""
     family, node, importer, exporter = shared
     *_, prompt = long_prompts(4, seed=9200)
-    part = prompt[: 256 + 50]
+    part = prompt[: max(256, family.step) + 50]
     with node.sharing(exporter, 2 * family.published(prompt)):
         exporter.complete(part)
         exporter.complete(prompt)
@@ -155,33 +151,34 @@ def test_a_local_hit_is_continued(shared: Shared) -> None:
 
 
 def test_a_common_begin_of_prompts_is_shared(shared: Shared) -> None:
-    """Two engines have each computed a prompt of the same begin.  With windows, the first one keeps
-    none at the end of that begin, but the second one does, because it parts there from a prompt of
-    a peer.  So a third prompt continues the first engine's own blocks of full attention, behind
-    windows of the second one."""
+    """Two engines have each computed a prompt of the same begin.  With windows or states, the first
+    one keeps none at the end of that begin, but the second one does, because it parts there from a
+    prompt of a peer.  So a third prompt continues the first engine's own blocks of full attention,
+    behind windows or states of the second one."""
     family, node, one, other = shared
-    begin = random_prompt(9400, 4 * 256)
-    first, second, third = (begin + random_prompt(9401 + i, 300) for i in range(3))
+    begin = random_prompt(9400, 4 * 256 // family.step * family.step)
+    tail = max(300, family.step + 40)  # a state is kept in it, and none at the end of the begin
+    first, second, third = (begin + random_prompt(9401 + i, tail) for i in range(3))
     for engine, prompt in ((one, first), (other, second)):
         with node.sharing(engine, family.published(prompt)):
             engine.complete(prompt)
     alone = {"kvshm": {"share": False}}
     with observe(node, other) as seen:
         local_hit = other.complete(third, kv_transfer_params=alone)
-    kinds = {kind for kind, _ in family.groups}
+    kinds, kept_at_ends = family.kinds, family.kinds & {WINDOW, STATE}
     assert seen.tokens.local_hit == (0 if kinds == {WINDOW} else len(begin))
     with observe(node, one) as seen:
         continued = one.complete(third)
-    mixed = WINDOW in kinds and FULL in kinds
+    mixed = kept_at_ends and FULL in kinds
     assert seen.tokens.imported == (len(begin) if mixed else 0)
-    assert seen.tokens.local_hit == (len(begin) if WINDOW not in kinds else 0)
+    assert seen.tokens.local_hit == (0 if kept_at_ends else len(begin))
     assert continued == local_hit
 
 
 def test_a_wrong_block_of_any_group_is_noticed(shared: Shared) -> None:
     family, node, exporter, importer = shared
     for group in range(len(family.groups)):
-        prompt = random_prompt(9300 + group, 5 * BLOCK_SIZE + 40)  # no whole number of chunks
+        prompt = random_prompt(9300 + group, 5 * family.unit + family.tail)  # no whole number of chunks
         with wrong(importer, group, "neighbours"), observe(node, importer) as seen:
             answers = ask_both(node, exporter, importer, [prompt], family.published)
         assert_imported(seen, family, prompt)
@@ -195,8 +192,8 @@ def test_a_right_block_in_a_wrong_place_is_noticed(shared: Shared) -> None:
     family, node, exporter, importer = shared
     kinds = ("position", "group") if len(family.groups) > 1 else ("position",)
     for kind, group in product(kinds, range(len(family.groups))):
-        prompt = random_prompt(9600 + group + 50 * (kind == "group"), 5 * BLOCK_SIZE + 40)
-        begin = prompt[: 3 * BLOCK_SIZE + 20]  # has a window at its end, too
+        prompt = random_prompt(9600 + group + 50 * (kind == "group"), 5 * family.unit + family.tail)
+        begin = prompt[: 3 * family.unit + 20]  # has a window or a state at its end, too
         with node.sharing(exporter, 2 * family.published(prompt)):
             exporter.complete(begin)
             exporter.complete(prompt)

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from kvshm.hooks.vllm.imports import pool_room
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window
-from .several_groups import KINDS
+from .several_groups import ALL_KINDS
 
 
 def test_blocks_that_are_kept_are_handed_out_last(engine: Make) -> None:
@@ -32,13 +32,13 @@ def test_blocks_that_are_kept_are_handed_out_last(engine: Make) -> None:
     assert [block.block_id for block in pool.get_new_blocks(free)] == order + kept
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_room_for_an_import_is_what_vllm_would_find(
     engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Beside what prefills under way still need, for the load and for the rest of its prompt."""
     monkeypatch.setattr(pool_room, "SPARE", 10**9)
-    specs = KINDS[kind]
+    specs = ALL_KINDS[kind]
     e = engine(False, 8 + 16 * len(specs), specs, max_num_batched_tokens=48)
     rnd, said, scheduler = random.Random(kind), [], e.scheduler
     importer, manager = e.connector._scheduler.importer, scheduler.kv_cache_manager

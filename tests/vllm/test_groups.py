@@ -20,7 +20,17 @@ from kvshm._shm.statistics import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
 from kvshm.hooks.vllm.messages import QuietReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window
-from .several_groups import KINDS, PEER, PeerOf, Played, blocks_to_fill, peer_of, read_by
+from .several_groups import (
+    ALL_KINDS,
+    KINDS,
+    PEER,
+    WITH_STATES,
+    PeerOf,
+    Played,
+    blocks_to_fill,
+    peer_of,
+    read_by,
+)
 
 __all__ = ["peer_of"]
 
@@ -169,7 +179,7 @@ def test_a_load_that_lacks_one_block_copies_nothing_and_holds_no_lease(
     assert rank.is_clean()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("bad", [0, -1, None])
 def test_an_asynchronous_load_counts_as_a_whole(
@@ -177,7 +187,7 @@ def test_an_asynchronous_load_counts_as_a_whole(
 ) -> None:
     """If it loses one block of one group, vLLM begins the request again, and nothing is imported
     for it a second time.  What follows is computed and shown either way."""
-    e = engine(asynchronous, 64, KINDS[kind])
+    e = engine(asynchronous, 64, ALL_KINDS[kind])
     peer, rank = peer_of(e), Played(e)
     peer.hold_all(prompt(6))
     request = e.add("r", prompt(8), max_tokens=9)
@@ -235,7 +245,7 @@ def test_a_load_at_once_counts_as_a_whole(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("when", ["match", "load"])
 def test_a_load_without_a_plan_fails_and_its_request_is_computed(
     engine: Make,
@@ -246,7 +256,7 @@ def test_a_load_without_a_plan_fails_and_its_request_is_computed(
     when: str,
 ) -> None:
     """A hook fails between the match and the allocation: vLLM waits for a report all the same."""
-    e = engine(asynchronous, 64, KINDS[kind])
+    e = engine(asynchronous, 64, ALL_KINDS[kind])
     peer, rank = peer_of(e), Played(e)
     peer.hold_all(prompt(6))
     monkeypatch.setattr(e.connector, "strict", False)
@@ -267,15 +277,28 @@ def test_a_load_without_a_plan_fails_and_its_request_is_computed(
     assert e.schedule().output.num_scheduled_tokens == {"r": len(prompt(8))}
 
 
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_no_step_waits_for_a_load_with_states(engine: Make, peer_of: Any, kind: str) -> None:
+    """vLLM's worker copies the state that a request goes on from before any load begins."""
+    e = engine(False, 64, WITH_STATES[kind])
+    peer = peer_of(e)
+    peer.hold_all(prompt(6))
+    peer.attached()
+    request = e.add("r", prompt(8), max_tokens=9)
+    sent = e.schedule()
+    assert (len(sent.metadata.at_once), len(sent.metadata.loads)) == (0, 1)
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
 # -- what happens meanwhile
 
 
 @pytest.mark.parametrize("good", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_request_that_is_aborted_keeps_its_blocks_until_its_load_has_ended(
     engine: Make, peer_of: Any, kind: str, good: bool
 ) -> None:
-    e = engine(False, 64, KINDS[kind])
+    e = engine(False, 64, ALL_KINDS[kind])
     peer, rank = peer_of(e), Played(e)
     peer.hold_all(prompt(6))
     e.add("r", prompt(8), max_tokens=9)
@@ -289,12 +312,12 @@ def test_a_request_that_is_aborted_keeps_its_blocks_until_its_load_has_ended(
     assert not set(load.targets) & e.ready()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_request_that_is_preempted_behind_its_import_shows_what_it_computes_again(
     engine: Make, peer_of: Any, kind: str
 ) -> None:
     """With nulls before its window, and with what is left of its import as its local hit."""
-    e = engine(False, 64, KINDS[kind])
+    e = engine(False, 64, ALL_KINDS[kind])
     peer, rank = peer_of(e), Played(e)
     peer.hold_all(prompt(6))
     request = e.add("r", prompt(8), max_tokens=9)
@@ -320,13 +343,13 @@ def split_at(e: DrivenEngine, name: str, token: int) -> tuple[set[int], set[int]
     return before - {0}, {b for table in tables for b in table} - before - {0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_block_that_turns_out_bad_takes_along_all_behind_it_in_all_groups(
     engine: Make, kind: str, number: int
 ) -> None:
     """Those before it stay.  What is computed on top of null blocks is shown as before."""
-    e = engine(False, 64, KINDS[kind])
+    e = engine(False, 64, ALL_KINDS[kind])
     side = e.connector._scheduler
     size = side.importer.lookups.groups.all[number].block_size
     request = e.add("a", prompt(7), max_tokens=60)

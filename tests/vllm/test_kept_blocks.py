@@ -21,7 +21,7 @@ from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm._shm.statistics import FORCED, KEPT
 
 from .scheduling import DrivenEngine, Make, Sent, described, prompt, vllm_config
-from .several_groups import KINDS
+from .several_groups import ALL_KINDS
 
 BIT = LeaseBit(9)
 OTHERS = 10_000
@@ -163,12 +163,12 @@ def test_preempted_requests_take_kept_blocks_and_end(engine: Make) -> None:
     assert len(pool.free_block_queue.get_all_free_blocks()) == pool.get_num_free_blocks() == 19
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_blocks_of_all_groups_are_kept(engine: Make, kind: str) -> None:
-    e = engine(False, 80, KINDS[kind])
+    e = engine(False, 80, ALL_KINDS[kind])
     compute(e, prompt(8))
     first = e.ready()
-    assert {r.group for r in unpack_records(e.table.scan())} == set(range(len(KINDS[kind])))
+    assert {r.group for r in unpack_records(e.table.scan())} == set(range(len(ALL_KINDS[kind])))
     keep(e, "held", first)
     assert storm(e, 12, rounds=16) == set(range(1, 80)) - first
     assert first <= e.ready()

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -57,6 +58,12 @@ def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
     )
 
 
+def states(scale: int = 1) -> MambaSpec:
+    return MambaSpec(
+        SIZE * scale, shapes=((4,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align"
+    )
+
+
 # Not here, because vLLM's search has no right answer: chunks that are no multiple of the blocks (it
 # misses blocks of the last chunk), and windows of one token.
 MODELS: dict[str, list[KVCacheSpec]] = {
@@ -71,6 +78,11 @@ MODELS: dict[str, list[KVCacheSpec]] = {
     "larger full blocks": [full(2), window(10)],
     "larger windowed blocks": [full(), window(20, 4)],
     "three sizes": [full(2), window(11), window(30, 3)],
+    "states": [full(), states()],
+    "several groups of states": [states(), states(), full(), states()],
+    "states alone": [states()],
+    "states and windows": [window(9), states(), full()],
+    "larger blocks with states": [full(3), states(3), window(10)],
 }
 # vLLM does not draft with chunked attention.
 MODELS_AND_DRAFTS = [

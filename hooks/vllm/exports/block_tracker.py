@@ -75,7 +75,7 @@ class BlockTracker:
         tables: list[Mapping[str, Sequence[Any]]] = by_group(manager, TABLES, len(groups.all))
         self._tables = list(zip(groups.all, tables, strict=True))
         cached = by_group(manager, CACHED, len(groups.all))
-        self._cached = cached if any(group.window for group in groups.all) else []
+        self._cached = cached if any(map(_keeps_some, groups.all)) else []
         self._block_size = groups.all[0].block_size // groups.all[0].scale  # tokens per hash
         self._may_share = may_share
         self._drafts = delay > 0
@@ -167,6 +167,8 @@ class BlockTracker:
             complete = known // group.block_size
             tracked.complete = max(tracked.complete, complete * group.scale)
             last = min(-(-end // group.block_size), len(table))
+            if group.state:
+                start = self._first_state(table, start, last)
             packed, published = self._marks.write(
                 table, start, last, complete if tracked.sound else start
             )
@@ -175,6 +177,14 @@ class BlockTracker:
             if packed:
                 runs.append(_run(request.block_hashes, start, packed, group, request.request_id))
         return runs
+
+    def _first_state(self, table: Sequence[Any], start: int, last: int) -> int:
+        """The first of ``table[start:last]`` that a step writes.  It writes the state at its end,
+        and perhaps that at the boundary before; vLLM has null blocks for all others."""
+        first = last
+        while first > start and table[first - 1] is not self._pool.null_block:
+            first -= 1
+        return first
 
     def _start(self, number: int, tracked: TrackedRequest) -> None:
         """Check the blocks below a request's first step, in its tables or in this epoch."""
@@ -296,7 +306,12 @@ class BlockTracker:
         self._publisher.retract(published)
 
 
+def _keeps_some(group: Group) -> bool:
+    """Whether vLLM gives hashes only to blocks that some hit could need."""
+    return group.window > 0 or group.state
+
+
 def _run(chain: list[bytes], first: int, packed: bytes, group: Group, request_id: str) -> Run:
     """A run of a request's blocks; its owner tells whether it would wait for hashes in vain."""
-    owner = (request_id, group.number) if group.window else None
+    owner = (request_id, group.number) if _keeps_some(group) else None
     return Run(chain, first, packed, group.scale, owner)

@@ -6,7 +6,7 @@ A group is shared if its full blocks do not change, and if kvshm knows which of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshm.halves import Group, Groups
 
@@ -14,26 +14,24 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
-STATE = (
-    "some layers keep a state instead of blocks (Mamba, linear attention); to share them, the "
-    "states at the ends of prefixes would have to be published"
-)
+AT_BOUNDARIES = "align"
+"""vLLM's mode in which the state in a block is the one behind the block's last token."""
+
+
+class Rule(NamedTuple):
+    """Which blocks a prefix needs in a group: the fields of ``Group`` that say so."""
+
+    window: int = 0
+    chunk: int = 0
+    state: bool = False
 
 
 def group_refusal(config: KVCacheConfig) -> str | None:
     """Return why one of the groups cannot be shared, or None."""
     try:
-        from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, iter_layer_specs
-
-        groups = config.kv_cache_groups
-        specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-        if any(isinstance(spec, MambaSpec) for spec in specs):
-            return STATE
-        for group in groups:
+        for group in config.kv_cache_groups:
             if (wrong := _spec_refusal(group.kv_cache_spec)) is not None:
                 return wrong
-        if any(isinstance(spec, AttentionSpec) for spec in specs) and config.needs_kv_cache_zeroing:
-            return "vLLM zeroes new blocks of this KV cache, because its layers differ in precision"
     except (ImportError, AttributeError) as exc:
         return f"this vLLM is not as kvshm knows it: {exc}"
     return None
@@ -44,9 +42,11 @@ def _spec_refusal(group_spec: Any) -> str | None:
 
     rules = set()
     for spec in iter_layer_specs(group_spec):
-        rule = _window_and_chunk(spec)
+        rule = _rule_of(spec)
         if rule is None:
             return f"it is not known which blocks a prefix needs in some layers: {spec}"
+        if rule.state and spec.mamba_cache_mode != AT_BOUNDARIES:
+            return f"states are not kept at the ends of blocks: the mode is {spec.mamba_cache_mode}"
         if getattr(spec, "non_causal", False):
             return f"some layers have no causal attention: {spec}"
         if getattr(spec, "extra_retained_tokens", 0):
@@ -60,35 +60,36 @@ def _spec_refusal(group_spec: Any) -> str | None:
     return None
 
 
-def _window_and_chunk(spec: Any) -> tuple[int, int] | None:
-    """Tokens of one layer's window and chunk, 0 if it has none; None for an unknown kind."""
+def _rule_of(spec: Any) -> Rule | None:
+    """The rule of one layer; None for an unknown kind."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
 
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return 0, 0  # also of windowed layers, if vLLM keeps all of their blocks
+        return Rule()  # also of windowed layers, if vLLM keeps all of their blocks
     if type(spec) is SlidingWindowSpec:
-        return int(spec.sliding_window), 0
+        return Rule(window=int(spec.sliding_window))
     if type(spec) is ChunkedLocalAttentionSpec:
-        return 0, int(spec.attention_chunk_size)
-    return None
+        return Rule(chunk=int(spec.attention_chunk_size))
+    return Rule(state=True) if type(spec) is MambaSpec else None
 
 
 def is_single_full_attention(config: KVCacheConfig) -> bool:
     """Whether the cache has one group, of full attention.  Only for a cache that is not refused."""
     first, *others = config.kv_cache_groups
-    return not others and _rule(first.kv_cache_spec) == (0, 0)
+    return not others and _rule(first.kv_cache_spec) == Rule()
 
 
-def _rule(group_spec: Any) -> tuple[int, int]:
-    """``_window_and_chunk`` of a group whose layers need the same blocks."""
+def _rule(group_spec: Any) -> Rule:
+    """The rule of a group whose layers need the same blocks."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
-    return _window_and_chunk(next(iter(iter_layer_specs(group_spec)))) or (0, 0)
+    return _rule_of(next(iter(iter_layer_specs(group_spec)))) or Rule()
 
 
 def groups_of(config: KVCacheConfig, manager: Any) -> Groups | str:
@@ -101,7 +102,8 @@ def groups_of(config: KVCacheConfig, manager: Any) -> Groups | str:
         for number, (group, one) in enumerate(zip(config.kv_cache_groups, managers, strict=True)):
             size, ahead = int(one.block_size), int(one.use_eagle)
             rule = _rule(group.kv_cache_spec)
-            groups.append(Group(number, size, size // hash_size, *rule, ahead=ahead))
+            scale = size // hash_size
+            groups.append(Group(number, size, scale, ahead=ahead, **rule._asdict()))
     except (AttributeError, ValueError, ZeroDivisionError) as exc:
         return f"the block manager of this vLLM is not as kvshm knows it: {exc}"
     return Groups(groups)

@@ -13,7 +13,7 @@ from kvshm.config import Auto
 from kvshm.errors import TransportError
 from kvshm.interfaces import AUTO_TRANSPORTS, choose_transport
 
-from .groups import STATE, group_refusal
+from .groups import group_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,6 +117,4 @@ _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "auxiliary outputs exist only for computed tokens (--enable-return-routed-experts)": lambda c: (
         c.aux_output_config.enabled
     ),
-    # ``cache_refusal`` says the same, but later: the engine would pay for an idle connector.
-    STATE: lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
 }

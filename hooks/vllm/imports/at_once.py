@@ -17,7 +17,7 @@ from typing import Any
 
 from kvshm._base.ids import Epoch
 from kvshm._base.log import LogLimit, logger
-from kvshm.halves import LoadFailure, LoadReport
+from kvshm.halves import LoadFailure, LoadOrder, LoadReport
 
 from ...log_lines import HookLine
 from .request_import import RequestImport
@@ -44,6 +44,15 @@ _OF_REQUEST = (
     "num_in_flight_tokens",
 )
 _OF_POOL = "cache_full_blocks"
+
+
+def leave_to_loads(output: Any, loads: Iterable[LoadOrder]) -> None:
+    """Have vLLM not zero the blocks that loads at once of this step fill: on a GPU the zeros might
+    come behind the copy.  A connector may do so for blocks that it overwrites completely.  If a
+    load fails, its request drops its blocks, and vLLM zeroes them when it hands them out again."""
+    if (zeroed := getattr(output, "new_block_ids_to_zero", None)) and loads:
+        filled = {block for load in loads for block in load.targets}
+        output.new_block_ids_to_zero = [b for b in zeroed if b not in filled] or None
 
 
 class AtOnce:

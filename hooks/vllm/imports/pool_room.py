@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvshm._base.ids import BlockId
-from kvshm.halves import Groups
+from kvshm.halves import Group, Groups
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
 NO_ROOM_SECONDS = 1.0
 """How long a request for whose import there was no room is not looked up again, unless more blocks
 are free."""
+STATES_HELD = 2
+"""A state is read from one block and written to the next."""
 SPARE = 8
 """An 8th of the pool's blocks must stay free during an asynchronous import, for other requests."""
 
@@ -106,18 +108,27 @@ class PoolRoom:
     def _rest(self, request: Any) -> int:
         """Blocks that a request needs for its tokens and does not hold yet."""
         tables = self._manager.get_blocks(request.request_id).blocks
-        # As vLLM, which counts the null blocks too: else a request that decodes behind its window
-        # would need, for ever, what a prefill holds at most.
-        pairs = zip(self._blocks_by_group(request), tables, strict=True)
-        return sum(max(blocks - len(table), 0) for blocks, table in pairs)
+        needed = zip(self._groups.all, self._blocks_by_group(request), tables, strict=True)
+        return sum(max(blocks - _held(group, table, blocks), 0) for group, blocks, table in needed)
 
     def _blocks(self, request: Any) -> int:
         """Blocks that vLLM reserves for a request's tokens, counting partly filled ones."""
         return sum(self._blocks_by_group(request))
 
     def _blocks_by_group(self, request: Any) -> Iterator[int]:
-        """``_blocks`` of each group: in a windowed one no more than it ever holds at a time."""
+        """``_blocks`` of each group: in a windowed one no more than it ever holds at a time, and
+        of states the one that it goes on from and those that a step writes."""
         for group, manager in zip(self._groups.all, self._managers, strict=True):
             filled = -(-int(request.num_tokens) // group.block_size)
             most = manager.max_admission_blocks_per_request
+            if group.state:
+                checkpoints = int(manager.has_prefill_checkpoint_blocks)
+                most = STATES_HELD + manager.num_speculative_blocks + checkpoints
             yield filled if most is None else min(filled, most)
+
+
+def _held(group: Group, table: Sequence[Any], blocks: int) -> int:
+    """How many of the ``blocks`` that a request needs its table has.  As vLLM, counting the null
+    blocks too: else a request that decodes behind its window would need, for ever, what a prefill
+    holds at most.  States are held at the end of the table alone."""
+    return sum(not b.is_null for b in table[-blocks:]) if group.state else len(table)
