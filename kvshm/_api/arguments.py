@@ -181,10 +181,11 @@ def checked_groups(groups: Sequence[Group] | None, block_size: int) -> Sequence[
                 f"of {block_size} tokens per block"
             )
         kinds = sum(map(bool, (group.window, group.chunk, group.state)))
-        if min(group.window, group.chunk, group.ahead) < 0 or kinds > 1:
+        ahead_of_state = group.state and group.ahead
+        if min(group.window, group.chunk, group.ahead) < 0 or kinds > 1 or ahead_of_state:
             raise MisuseError(
-                f"group {number} is {group}; give a window, a chunk or a state, or none of them "
-                f"for full attention"
+                f"group {number} is {group}; give a window, a chunk or a state (which has nothing "
+                f"ahead), or none of them for full attention"
             )
     if len(given) == 1 and given[0].scale != 1:
         raise MisuseError(f"the only group is {given[0]}; give it one key for each block")

@@ -36,7 +36,7 @@ class Group:
     ahead: int = 0
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
     use the group (EAGLE).  A lookup needs the keys of these, too.  An only group of full attention
-    needs none."""
+    needs none, nor does one that keeps states."""
     state: bool = False
     """Whether a block holds the layers' state behind its last token (Mamba, linear attention):
     then a prefix needs its last block, and no other."""
@@ -170,21 +170,23 @@ class _Cover:
         """Return the longest length up to ``length`` that the group's blocks do not rule out."""
         group = self.group
         self.wanted = first, end = group.needed(start, length)
+        if group.state:
+            return self._last_state(start // group.scale, end, find) * group.scale
         stop = end + group.ahead
         if stop * group.scale > hashes:
             return (hashes // group.scale - group.ahead) * group.scale
         if first >= stop:
             return length
         if not (self.runs and self.first <= first):
-            if group.state:
-                return self._last_state(start // group.scale, stop, find) * group.scale
             self._look(first, stop, find)
         return length if self.end >= stop else (self.end - group.ahead) * group.scale
 
     def _last_state(self, start: int, stop: int, find: Find) -> int:
-        """Look for the last state before ``stop``; returns the blocks of its prefix, ``start`` if
-        there is none behind it.  Blocks in front of a state say nothing of it, so there is no run
-        to follow."""
+        """Look for the last state of a prefix of at most ``stop`` blocks; returns the blocks of
+        that prefix, ``start`` if there is no state behind it.  One state says nothing of the next,
+        so there is no run to follow."""
+        if self.runs and self.end == stop:
+            return stop
         for block in range(stop - 1, start - 1, -1):
             found, reached = find(self.group, block, block + 1)
             if found:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from local_node import Engine, EngineSpec, wait_until
-from sharing_node import BLOCK_SIZE, Observation, observe
+from sharing_node import Observation, observe
 
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode
@@ -27,6 +27,7 @@ from .families import FULL, MADE_ONE_GROUP, SEVERAL_GROUPS, STATE, WINDOW, Famil
 from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+
 
 @dataclass(frozen=True)
 class InTurnSpec(EngineSpec):
@@ -178,7 +179,9 @@ def test_a_common_begin_of_prompts_is_shared(shared: Shared) -> None:
 def test_a_wrong_block_of_any_group_is_noticed(shared: Shared) -> None:
     family, node, exporter, importer = shared
     for group in range(len(family.groups)):
-        prompt = random_prompt(9300 + group, 5 * family.unit + family.tail)  # no whole number of chunks
+        prompt = random_prompt(
+            9300 + group, 5 * family.unit + family.tail
+        )  # no whole number of chunks
         with wrong(importer, group, "neighbours"), observe(node, importer) as seen:
             answers = ask_both(node, exporter, importer, [prompt], family.published)
         assert_imported(seen, family, prompt)

@@ -3,11 +3,14 @@ keep windows at the end of a begin that prompts of two engines have in common.""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+import torch
 
 from kvshm._base.ids import Epoch
 from kvshm._engine.groups import Part
@@ -15,7 +18,17 @@ from kvshm._engine.load_plan import LoadReport
 from kvshm._shm.statistics import IMPORTED_BLOCKS, IMPORTED_TOKENS, MISS_QUARANTINED
 from kvshm.hooks.vllm.identity.groups import groups_of
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, chunk, full, imagined_cache, prompt, states, window
+from .scheduling import (
+    BLOCK_SIZE,
+    DrivenEngine,
+    Make,
+    chunk,
+    full,
+    imagined_cache,
+    prompt,
+    states,
+    window,
+)
 from .several_groups import PEER, Played
 from .several_groups import peer_of as peer_of
 
@@ -41,7 +54,7 @@ def test_vllm_leaves_out_the_blocks_before_the_first_needed(engine: Make, kind: 
     groups: Any = groups_of(imagined_cache(32, KINDS[kind]), manager)
     managers = manager.coordinator.single_type_managers
     for length in range(0, 30, groups.step):
-        skipped = [one.get_num_skipped_tokens(length * BLOCK_SIZE) for one in managers]
+        skipped = [max(one.get_num_skipped_tokens(length * BLOCK_SIZE), 0) for one in managers]
         first = [tokens // one.block_size for tokens, one in zip(skipped, managers, strict=True)]
         assert [g.first_needed(length // g.scale) for g in groups.all] == first
 
@@ -110,6 +123,34 @@ def test_the_boundary_that_vllm_has_found_itself_stays(engine: Make, peer_of: An
     e.add("a", asked)
     e.schedule()
     assert hashed(e) == {0, 1} | {7, 8, 9}
+
+
+def zeroed(e: DrivenEngine, sent: Any) -> set[int]:
+    """The new blocks that vLLM's worker is told to zero before the step."""
+    assert e.scheduler.needs_kv_cache_zeroing
+    return set(sent.output.new_block_ids_to_zero or ())
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_vllm_does_not_zero_what_a_step_loads(engine: Make, peer_of: Any, attached: bool) -> None:
+    """On a GPU the zeros might come behind the copy.  It zeroes nothing of asynchronous loads, and
+    the blocks that the step computes itself."""
+    other = dataclasses.replace(window(WINDOW), dtype=torch.float16)
+    e = engine(num_blocks=64, specs=[full(), other])
+    peer, rank = peer_of(e), Played(e)
+    peer.hold_all(prompt(6))
+    if attached:
+        peer.attached()
+    e.add("a", prompt(8), max_tokens=1)
+    sent = e.schedule()
+    (load,) = sent.metadata.at_once or sent.metadata.loads
+    assert bool(sent.metadata.at_once) == attached
+    computed = {b for table in e.tables_of("a") for b in table[6:]}
+    assert zeroed(e, sent) == computed
+    assert not zeroed(e, sent) & set(load.targets)
+    rank.run(sent, LoadReport(load.load_id, load.targets[:1]))  # computed after all, from zeros
+    sent = e.schedule()
+    assert zeroed(e, sent) == {b for table in e.tables_of("a") for b in table} - {0}
 
 
 def test_tokens_are_counted_once_although_several_groups_are_imported(

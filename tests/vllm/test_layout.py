@@ -14,7 +14,12 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -28,6 +33,10 @@ from .tiny_config import cache_config, engine_config, spec
 CPU = torch.device("cpu")
 EQUAL = {f"layer.{i}": spec() for i in range(3)}
 MIXED = {"layer.0": spec(), "layer.1": spec(head_size=32), "layer.2": spec()}
+STATE = MambaSpec(
+    32, ((3, 8), (2, 4, 4)), (torch.bfloat16, torch.float32), spec().page_size_bytes,
+    mamba_cache_mode="align",
+)  # fmt: skip
 Caches = dict[str, torch.Tensor]
 
 
@@ -101,6 +110,26 @@ def test_a_block_is_the_same_bytes_in_every_group(config: VllmConfig, layout: st
         assert torch.equal(cache[5], before[name][2])
         assert torch.equal(cache[:5], before[name][:5])
         assert torch.equal(cache[6], before[name][6])
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_a_block_of_states_is_the_whole_state_of_each_layer(
+    config: VllmConfig, layout: str
+) -> None:
+    """All parts of it: vLLM's layers divide their part of a block themselves."""
+    plan = cache_config(config, layout, 7, EQUAL, {f"state.{i}": STATE for i in range(3)})
+    caches = allocated(plan)
+    here = placed(plan, caches)
+    states = [cache for name, cache in caches.items() if "state" in name]
+    here.storage.random_(0, 64)
+    before = [state.clone() for state in states]
+    assert {state[0].numel() * state.itemsize for state in states} == {STATE.state_content_size_bytes}
+    for source, target in zip(block_bytes(here, 2), block_bytes(here, 5), strict=True):
+        target.copy_(source)
+    for state, was in zip(states, before, strict=True):
+        assert torch.equal(state[5], was[2])
+        assert torch.equal(state[:5], was[:5])
+        assert torch.equal(state[6], was[6])
 
 
 @pytest.mark.parametrize(("layout", "regions"), [("LBNHC", 3), ("LBHNC", 3), ("BLNHC", 1)])

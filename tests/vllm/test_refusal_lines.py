@@ -13,7 +13,7 @@ import pytest
 from local_node import Engine, EngineSpec, clean_environment
 
 from .engines import SharedNode
-from .odd_models import write_encoder_decoder, write_states
+from .odd_models import write_encoder_decoder
 from .odd_vllm import TOO_OLD, dotted, with_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -79,11 +79,6 @@ def test_a_vllm_that_is_too_old_is_named(model: Path, tmp_path: Path) -> None:
 def test_an_encoder_decoder_is_named_as_such(tmp_path: Path) -> None:
     """Not what follows from it: vLLM itself turns prefix caching off for these."""
     assert refusal(write_encoder_decoder(tmp_path)) == "the model is an encoder-decoder"
-
-
-def test_a_model_that_keeps_states_is_named_with_what_is_missing(tmp_path: Path) -> None:
-    said = refusal(write_states(tmp_path))
-    assert said.startswith("some layers keep a state instead of blocks (Mamba, linear attention); ")
 
 
 # -- engines that come up and serve

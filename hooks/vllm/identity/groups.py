@@ -100,8 +100,8 @@ def groups_of(config: KVCacheConfig, manager: Any) -> Groups | str:
     try:
         managers = manager.coordinator.single_type_managers
         for number, (group, one) in enumerate(zip(config.kv_cache_groups, managers, strict=True)):
-            size, ahead = int(one.block_size), int(one.use_eagle)
-            rule = _rule(group.kv_cache_spec)
+            size, rule = int(one.block_size), _rule(group.kv_cache_spec)
+            ahead = 0 if rule.state else int(one.use_eagle)  # draft layers keep no states
             scale = size // hash_size
             groups.append(Group(number, size, scale, ahead=ahead, **rule._asdict()))
     except (AttributeError, ValueError, ZeroDivisionError) as exc:

@@ -8,7 +8,7 @@ block ``b`` starts at ``offset + l * layer_stride + b * block_stride``.  There a
       one region per layer                     one region that holds all layers
 
 Addresses come from the storage, which all layers share: a layer's view may be split into kernel
-blocks or have its axes swapped, and a layer with a state has a view for each of its parts.
+blocks or have its axes swapped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Placement:
     regions: list[Region]
     kernel_blocks: str
     """How many of the attention kernel's blocks one block has; in each group if they differ."""
-    caches: tuple[torch.Tensor, ...]  # all views of all layers, as registered
+    caches: tuple[torch.Tensor, ...]  # the layers' views, as registered
 
     @property
     def address(self) -> int:
@@ -50,48 +50,44 @@ class Placement:
         return all(c.untyped_storage().data_ptr() == self.address for c in self.caches)
 
 
-Views = Mapping[str, Sequence[torch.Tensor]]
-"""By layer: the views of its part of the KV cache.  A layer with a state has several."""
-
-
-def regions_of(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Any]) -> Placement | str:
+def regions_of(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> Placement | str:
     """Return where the blocks lie, or one sentence why they cannot be shared.  ``kv_caches``: as
     vLLM hands them to ``register_kv_caches``."""
     if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
         return "part of the KV cache lies in host memory of its own"
-    views: dict[str, Sequence[torch.Tensor]] = {
-        name: list(cache) if isinstance(cache, list | tuple) else [cache]
-        for name, cache in kv_caches.items()
-    }
-    all_views = [view for layer in views.values() for view in layer]
-    if not all(views.values()) or not all(isinstance(view, torch.Tensor) for view in all_views):
-        return "the KV cache of some layer is no tensor, nor a list of tensors"
-    if len({view.untyped_storage().data_ptr() for view in all_views}) != 1:
-        return f"the KV caches of {len(views)} layers do not lie in one allocation"
+    if not all(isinstance(cache, torch.Tensor) for cache in kv_caches.values()):
+        return "the KV cache of some layer is not a single tensor"
+    if len({cache.untyped_storage().data_ptr() for cache in kv_caches.values()}) != 1:
+        return f"the KV caches of {len(kv_caches)} layers do not lie in one allocation"
     splits = [
-        _split(group.layer_names, kv_cache_config.num_blocks, views)
+        _split(group.layer_names, kv_cache_config.num_blocks, kv_caches)
         for group in kv_cache_config.kv_cache_groups
     ]
     if None in splits:
         return f"the layers do not split their {kv_cache_config.num_blocks} blocks alike"
     counts = [str(split) for split in splits]
-    kernel_blocks = counts[0] if len(set(counts)) == 1 else ",".join(counts)
-    return _place(kv_cache_config, views, kernel_blocks)
+    return _place(
+        kv_cache_config, kv_caches, counts[0] if len(set(counts)) == 1 else ",".join(counts)
+    )
 
 
-def _split(layers: Sequence[str], num_blocks: int, views: Views) -> int | None:
+def _split(
+    layers: Sequence[str], num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
+) -> int | None:
     """How many of the attention kernel's blocks one block of these layers has; None: it differs."""
-    found = [view for name in layers for view in views.get(name, ())]
-    splits = {view.shape[0] / num_blocks for view in found}
+    splits = {kv_caches[name].shape[0] / num_blocks for name in layers if name in kv_caches}
     return int(min(splits)) if len(splits) == 1 and min(splits).is_integer() else None
 
 
-def _place(config: KVCacheConfig, views: Views, kernel_blocks: str) -> Placement | str:
-    all_views = tuple(view for layer in views.values() for view in layer)
-    storage = _flat(all_views[0])
+def _place(
+    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], kernel_blocks: str
+) -> Placement | str:
+    storage = _flat(next(iter(kv_caches.values())))
     regions: dict[Region, None] = {}  # an ordered set: packed tensors share one region
     for tensor in config.kv_cache_tensors:
-        if (wrong := _contradiction(tensor, config.num_blocks, views)) is not None:
+        if (wrong := _contradiction(tensor, config.num_blocks, kv_caches)) is not None:
             return wrong
         regions |= dict.fromkeys(_regions(tensor, config.num_blocks))
     if (overlap := _overlap(list(regions))) is not None:
@@ -100,7 +96,7 @@ def _place(config: KVCacheConfig, views: Views, kernel_blocks: str) -> Placement
         end = region.offset + region.stride * (region.num_blocks - 1) + region.block_bytes
         if end > storage.numel():
             return f"{region} ends beyond the {storage.numel()} bytes of the KV cache"
-    return Placement(storage, list(regions), kernel_blocks, all_views)
+    return Placement(storage, list(regions), kernel_blocks, tuple(kv_caches.values()))
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
@@ -130,36 +126,22 @@ def _overlap(regions: list[Region]) -> str | None:
     return None
 
 
-def _contradiction(tensor: KVCacheTensor, num_blocks: int, views: Views) -> str | None:
+def _contradiction(
+    tensor: KVCacheTensor, num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
+) -> str | None:
     """Compare the plan with the views that vLLM really made: every layer's first block must be
-    where the plan puts it, and the parts of a state within the layer's part of each block."""
+    where the plan puts it."""
     span = num_blocks * tensor.block_stride
     if tensor.layer_stride >= span and tensor.layer_stride % span:
         return f"layer stride {tensor.layer_stride} is not a multiple of {num_blocks} blocks"
     for index, name in enumerate(tensor.layers):
-        if name not in views:
+        if (cache := kv_caches.get(name)) is None:
             return f"the KV cache of layer {name} was not registered"
         planned = tensor.offset + index * tensor.layer_stride
-        first, *others = views[name]
-        if (found := _first_byte(first)) != planned:
+        found = cache.data_ptr() - cache.untyped_storage().data_ptr()
+        if found != planned:
             return f"layer {name} lies at byte {found} of the KV cache, not at {planned}"
-        for part in [first, *others] if others else ():
-            start, end = _block_of(part)
-            if part.stride(0) * part.itemsize != tensor.block_stride or not (
-                planned <= start and end <= planned + tensor.block_stride
-            ):
-                return f"a part of layer {name} does not lie within the blocks of that layer"
     return None
-
-
-def _first_byte(view: torch.Tensor) -> int:
-    return view.data_ptr() - view.untyped_storage().data_ptr()
-
-
-def _block_of(view: torch.Tensor) -> tuple[int, int]:
-    """The first byte of the view's first block, and the one behind its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(view.shape[1:], view.stride()[1:], strict=True))
-    return _first_byte(view), _first_byte(view) + (reach + 1) * view.itemsize
 
 
 class Memory(Protocol):
