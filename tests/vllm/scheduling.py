@@ -30,6 +30,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -64,6 +66,16 @@ def window(tokens: int, scale: int = 1) -> SlidingWindowSpec:
 def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
     """A group with chunked local attention in chunks of this many tokens."""
     return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=tokens, **SHAPE)
+
+
+def latents(scale: int = 1) -> MLAAttentionSpec:
+    """A group of latents, one for every two tokens, as compressed ones of DeepSeek V4."""
+    return MLAAttentionSpec(block_size=BLOCK_SIZE * scale, tokens_per_state=2, **SHAPE)
+
+
+def latent_window(tokens: int, scale: int = 1) -> SlidingWindowMLASpec:
+    """A group of latents with a sliding window of this many tokens."""
+    return SlidingWindowMLASpec(block_size=BLOCK_SIZE * scale, sliding_window=tokens, **SHAPE)
 
 
 def vllm_config(

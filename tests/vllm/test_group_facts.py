@@ -15,7 +15,18 @@ from kvshm._engine.load_plan import LoadReport
 from kvshm._shm.statistics import IMPORTED_BLOCKS, IMPORTED_TOKENS, MISS_QUARANTINED
 from kvshm.hooks.vllm.identity.groups import groups_of
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, chunk, full, imagined_cache, prompt, window
+from .scheduling import (
+    BLOCK_SIZE,
+    DrivenEngine,
+    Make,
+    chunk,
+    full,
+    imagined_cache,
+    latent_window,
+    latents,
+    prompt,
+    window,
+)
 from .several_groups import PEER, Played
 from .several_groups import peer_of as peer_of
 
@@ -25,6 +36,7 @@ KINDS = {
     "a window of whole blocks": [window(2 * BLOCK_SIZE + 1)],
     "chunks": [full(), chunk(3 * BLOCK_SIZE)],
     "larger windowed blocks": [full(), window(100, 2)],
+    "latents": [latent_window(WINDOW, 2), latents(4), latent_window(20)],
 }
 
 

@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -57,6 +59,22 @@ def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
     )
 
 
+def latents(scale: int = 1) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=SIZE * scale, num_kv_heads=1, head_size=8, dtype=torch.uint8, tokens_per_state=4
+    )
+
+
+def latent_window(tokens: int, scale: int = 1) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(
+        block_size=SIZE * scale,
+        num_kv_heads=1,
+        head_size=8,
+        dtype=torch.uint8,
+        sliding_window=tokens,
+    )
+
+
 # Not here, because vLLM's search has no right answer: chunks that are no multiple of the blocks (it
 # misses blocks of the last chunk), and windows of one token.
 MODELS: dict[str, list[KVCacheSpec]] = {
@@ -71,6 +89,9 @@ MODELS: dict[str, list[KVCacheSpec]] = {
     "larger full blocks": [full(2), window(10)],
     "larger windowed blocks": [full(), window(20, 4)],
     "three sizes": [full(2), window(11), window(30, 3)],
+    "latents": [latents()],
+    # Windows, compressed latents, and the windows of what is not compressed yet.
+    "deepseek v4": [latent_window(12, 2), latents(4), latent_window(8), latent_window(20, 2)],
 }
 # vLLM does not draft with chunked attention.
 MODELS_AND_DRAFTS = [

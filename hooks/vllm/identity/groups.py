@@ -45,10 +45,12 @@ def _spec_refusal(group_spec: Any) -> str | None:
     rules = set()
     for spec in iter_layer_specs(group_spec):
         rule = _window_and_chunk(spec)
+        if not spec.prefix_cacheable:
+            return f"vLLM keeps no prefixes of some layers ({type(spec).__name__})"
         if rule is None:
-            return f"it is not known which blocks a prefix needs in some layers: {spec}"
+            return f"it is not known which blocks a prefix needs in a {type(spec).__name__}"
         if getattr(spec, "non_causal", False):
-            return f"some layers have no causal attention: {spec}"
+            return "some layers have no causal attention"
         if getattr(spec, "extra_retained_tokens", 0):
             return (
                 "speculative decoding with several draft layers keeps blocks behind the sliding "
@@ -66,12 +68,13 @@ def _window_and_chunk(spec: Any) -> tuple[int, int] | None:
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         MLAAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
     )
 
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return 0, 0  # also of windowed layers, if vLLM keeps all of their blocks
-    if type(spec) is SlidingWindowSpec:
+    if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
         return int(spec.sliding_window), 0
     if type(spec) is ChunkedLocalAttentionSpec:
         return 0, int(spec.attention_chunk_size)
