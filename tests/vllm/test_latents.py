@@ -218,7 +218,8 @@ def fill(caches: dict[str, torch.Tensor], seed: int) -> None:
 
 def play_a_model(patch: pytest.MonkeyPatch) -> None:
     """There are no weights to digest."""
-    patch.setattr(rank_weights, "find_model", lambda _: torch.nn.Module())
+    model = torch.nn.Module()
+    patch.setattr(rank_weights, "find_model", lambda _: model)
     patch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
 
 
@@ -297,3 +298,5 @@ def load_from(importer: Worker, exporter: int, memory: Any, shown: bytes) -> Non
     load = LoadOrder("request", own, ticket, 0, (piece,), ())
     importer.begin(StepMetadata(step=2, loads=[load]))
     until(lambda: "request" in finished(importer.side))
+    (report,) = importer.side.take_report().loads
+    assert not report.bad, report.failures
