@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 KINDS = ("fp8", "w4a16", "gptq", "awq", "fp8 cache")
 
