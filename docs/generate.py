@@ -2,8 +2,8 @@
 sources, the fields of kvshm/_base/fingerprint.py, the log lines of engines and the events of the
 coordinator, the names of
 kvshm/api.py (docs/api_page.py), the metrics of tools/metrics/definitions.py, the facts of
-docs/vllm-facts.toml, and the numbers of kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h,
-which states those numbers for C.
+docs/vllm-facts.toml, the plans of docs/models.jsonl (docs/model_table.py), and the numbers of
+kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
 
     make docs
 
@@ -21,6 +21,7 @@ from logging import DEBUG, ERROR, INFO, WARNING, getLevelName
 from pathlib import Path
 
 import api_page
+import model_table
 import vllm_facts
 
 from kvshm._base import syncpoints, timing
@@ -40,6 +41,7 @@ CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 LAYOUT = Path(__file__).with_name("layout.md")
 METRICS = Path(__file__).with_name("metrics.md")
+MODELS = Path(__file__).with_name("models.md")
 OPERATIONS = Path(__file__).with_name("operations.md")
 VLLM_FACTS = Path(__file__).with_name("vllm-facts.md")
 HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
@@ -116,6 +118,13 @@ def operations(page: str) -> str:
     )
     page = replaced(page, "log lines of engines", "".join(parts))
     return replaced(page, "events of the coordinator", _table(map(_event, Event), EVENT_HEAD))
+
+
+def models(page: str) -> str:
+    """Return the page with the architectures of docs/models.jsonl."""
+    plans = model_table.read()
+    page = replaced(page, "architectures", _table(model_table.table(plans), model_table.HEAD))
+    return replaced(page, "not planned", model_table.left_out(plans))
 
 
 def facts(page: str) -> str:
@@ -203,5 +212,6 @@ if __name__ == "__main__":
     API.write_text(api(API.read_text("utf-8")), "utf-8")
     FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")
     METRICS.write_text(metrics(METRICS.read_text("utf-8")), "utf-8")
+    MODELS.write_text(models(MODELS.read_text("utf-8")), "utf-8")
     OPERATIONS.write_text(operations(OPERATIONS.read_text("utf-8")), "utf-8")
     VLLM_FACTS.write_text(facts(VLLM_FACTS.read_text("utf-8")), "utf-8")

@@ -11,6 +11,10 @@ HOMES = {
         "vllm.entrypoints.common.startup",  # since 0.33
         "vllm.entrypoints.serve.utils.api_utils",
     ),
+    "get_kv_cache_groups": (
+        "vllm.v1.core.kv_cache_planning",  # since 0.33
+        "vllm.v1.core.kv_cache_utils",
+    ),
     "get_kv_cache_config_from_groups": (
         "vllm.v1.core.kv_cache_planning",  # since 0.33
         "vllm.v1.core.kv_cache_utils",

@@ -31,6 +31,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -75,6 +77,16 @@ def states(checkpoints: int = 0, scale: int = 1) -> MambaSpec:
         num_prefill_checkpoint_blocks=checkpoints,
         prefill_checkpoint_alignment=checkpoints or None,
     )  # fmt: skip
+
+
+def latents(scale: int = 1) -> MLAAttentionSpec:
+    """A group of latents, one for every two tokens, as compressed ones of DeepSeek V4."""
+    return MLAAttentionSpec(block_size=BLOCK_SIZE * scale, tokens_per_state=2, **SHAPE)
+
+
+def latent_window(tokens: int, scale: int = 1) -> SlidingWindowMLASpec:
+    """A group of latents with a sliding window of this many tokens."""
+    return SlidingWindowMLASpec(block_size=BLOCK_SIZE * scale, sliding_window=tokens, **SHAPE)
 
 
 def vllm_config(

@@ -21,7 +21,7 @@ from kvshm.interfaces import Region
 
 from ..unit.exporters import Exporter
 from ..unit.served import ServedNode
-from .scheduling import DrivenEngine, Sent, chunk, full, states, window
+from .scheduling import DrivenEngine, Sent, chunk, full, latent_window, latents, states, window
 
 KINDS: dict[str, list[Any]] = {
     "full and window": [full(), window(40)],
@@ -30,6 +30,7 @@ KINDS: dict[str, list[Any]] = {
     "one window": [window(40)],
     "larger full blocks": [full(2), window(40)],
     "larger windowed blocks": [full(), window(40, 2)],
+    "latents": [latent_window(40, 2), latents(2), latent_window(20)],
 }
 WITH_STATES: dict[str, list[Any]] = {
     "full and states": [full(), states()],

@@ -25,6 +25,8 @@ from .scheduling import (
     chunk,
     full,
     imagined_cache,
+    latent_window,
+    latents,
     prompt,
     states,
     window,
@@ -39,6 +41,7 @@ KINDS = {
     "chunks": [full(), chunk(3 * BLOCK_SIZE)],
     "larger windowed blocks": [full(), window(100, 2)],
     "states": [full(), states()],
+    "latents": [latent_window(WINDOW, 2), latents(4), latent_window(20)],
 }
 
 

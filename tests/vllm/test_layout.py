@@ -123,7 +123,9 @@ def test_a_block_of_states_is_the_whole_state_of_each_layer(
     states = [cache for name, cache in caches.items() if "state" in name]
     here.storage.random_(0, 64)
     before = [state.clone() for state in states]
-    assert {state[0].numel() * state.itemsize for state in states} == {STATE.state_content_size_bytes}
+    assert {state[0].numel() * state.itemsize for state in states} == {
+        STATE.state_content_size_bytes
+    }
     for source, target in zip(block_bytes(here, 2), block_bytes(here, 5), strict=True):
         target.copy_(source)
     for state, was in zip(states, before, strict=True):

@@ -28,6 +28,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -64,6 +66,22 @@ def states(scale: int = 1) -> MambaSpec:
     )
 
 
+def latents(scale: int = 1) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=SIZE * scale, num_kv_heads=1, head_size=8, dtype=torch.uint8, tokens_per_state=4
+    )
+
+
+def latent_window(tokens: int, scale: int = 1) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(
+        block_size=SIZE * scale,
+        num_kv_heads=1,
+        head_size=8,
+        dtype=torch.uint8,
+        sliding_window=tokens,
+    )
+
+
 # Not here, because vLLM's search has no right answer: chunks that are no multiple of the blocks (it
 # misses blocks of the last chunk), and windows of one token.
 MODELS: dict[str, list[KVCacheSpec]] = {
@@ -83,6 +101,9 @@ MODELS: dict[str, list[KVCacheSpec]] = {
     "states alone": [states()],
     "states and windows": [window(9), states(), full()],
     "larger blocks with states": [full(3), states(3), window(10)],
+    "latents": [latents()],
+    # Windows, compressed latents, and the windows of what is not compressed yet.
+    "deepseek v4": [latent_window(12, 2), latents(4), latent_window(8), latent_window(20, 2)],
 }
 # vLLM does not draft with chunked attention.
 MODELS_AND_DRAFTS = [

@@ -23,10 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -166,6 +168,9 @@ def test_a_cache_that_may_move_is_refused(config: VllmConfig, name: str) -> None
 SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
 WINDOW = SlidingWindowSpec(32, sliding_window=64, **SHAPE)
 CHUNK = ChunkedLocalAttentionSpec(32, attention_chunk_size=64, **SHAPE)
+LATENTS = MLAAttentionSpec(block_size=32, tokens_per_state=4, **SHAPE)
+LATENT_WINDOW = SlidingWindowMLASpec(32, sliding_window=64, **SHAPE)
+NOT_CACHED = "vLLM keeps no prefixes of some layers"
 STATES = MambaSpec(
     32, shapes=((16,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align", page_size_padded=4096
 )
@@ -188,6 +193,8 @@ def in_groups(plan: KVCacheConfig, *specs: KVCacheSpec) -> KVCacheConfig:
         (STATES, spec(), STATES),
         (STATES,),
         (spec(), dataclasses.replace(WINDOW, dtype=torch.float16)),
+        (LATENTS,),
+        (LATENT_WINDOW, LATENTS, LATENT_WINDOW),
     ],
 )
 def test_groups_that_keep_blocks_are_shared(
@@ -200,7 +207,8 @@ def test_groups_that_keep_blocks_are_shared(
     ("other", "reason"),
     [
         (dataclasses.replace(STATES, mamba_cache_mode="all"), "the mode is all"),
-        (SlidingWindowMLASpec(32, sliding_window=64, **SHAPE), "not known which blocks"),
+        (SlidingWindowMLASpec(32, sliding_window=64, bounded_replay=True, **SHAPE), NOT_CACHED),
+        (CircularBufferSpec(32, **SHAPE), NOT_CACHED),
         (SinkFullAttentionSpec(32, sink_len=4, **SHAPE), "not known which blocks"),
         (dataclasses.replace(WINDOW, extra_retained_tokens=3), "several draft layers"),
         (spec(non_causal=True), "no causal attention"),

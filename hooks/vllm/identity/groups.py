@@ -43,12 +43,14 @@ def _spec_refusal(group_spec: Any) -> str | None:
     rules = set()
     for spec in iter_layer_specs(group_spec):
         rule = _rule_of(spec)
+        if not spec.prefix_cacheable:
+            return f"vLLM keeps no prefixes of some layers ({type(spec).__name__})"
         if rule is None:
-            return f"it is not known which blocks a prefix needs in some layers: {spec}"
+            return f"it is not known which blocks a prefix needs in a {type(spec).__name__}"
         if rule.state and spec.mamba_cache_mode != AT_BOUNDARIES:
             return f"states are not kept at the ends of blocks: the mode is {spec.mamba_cache_mode}"
         if getattr(spec, "non_causal", False):
-            return f"some layers have no causal attention: {spec}"
+            return "some layers have no causal attention"
         if getattr(spec, "extra_retained_tokens", 0):
             return (
                 "speculative decoding with several draft layers keeps blocks behind the sliding "
@@ -67,12 +69,13 @@ def _rule_of(spec: Any) -> Rule | None:
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
     )
 
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return Rule()  # also of windowed layers, if vLLM keeps all of their blocks
-    if type(spec) is SlidingWindowSpec:
+    if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
         return Rule(window=int(spec.sliding_window))
     if type(spec) is ChunkedLocalAttentionSpec:
         return Rule(chunk=int(spec.attention_chunk_size))
