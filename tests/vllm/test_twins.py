@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -284,3 +285,34 @@ def test_nobody_waits_for_the_import_of_a_request_that_was_aborted(
     assert n.filled == [("first", BLOCKS), ("second", BLOCKS)]
     n.finish()
     assert len(n.filled) == 2
+
+
+@BOTH_WAYS
+def test_blocks_that_are_not_there_yet_count_nowhere(
+    node: Callable[..., Node], attached: bool
+) -> None:
+    """Neither as another request's hit, whatever vLLM bounds it by, nor as a common prefix of what
+    runs (cascade attention, which vLLM has removed)."""
+    n = node(attached)
+    tokens = prompt(BLOCKS)
+    n.peer.hold_all(tokens)
+    n.e.add("first", tokens)
+    sent = n.e.schedule()
+    manager = n.e.scheduler.kv_cache_manager
+    bounds = {"max_cache_hit_length": len(tokens) - 1}
+    if "max_cache_hit_length" not in signature(manager.get_computed_blocks).parameters:
+        bounds = {}  # vLLM 0.32
+
+    def hits() -> set[int]:
+        other = n.e.add(f"other{n.now}", tokens)
+        n.now += 1
+        return {manager.get_computed_blocks(other, **how)[1] for how in ({}, bounds)}
+
+    assert hits() == {0}
+    assert manager.get_num_common_prefix_blocks("first") == [0]
+    assert sent.output.num_common_prefix_blocks == []
+    loads = [*sent.metadata.loads, *sent.metadata.at_once]
+    n.played.run(sent, *(LoadReport(load.load_id, load.lost) for load in loads))
+    n.step()
+    assert hits() == {BLOCKS * BLOCK_SIZE}
+    assert getattr(n.e.scheduler, "aux_output_connector", None) is None

@@ -65,7 +65,7 @@ class Twins:
         useless = order.nbytes * (length - self._common(import_, twin)) // max(length, 1)
         seconds = self._planner.costs.load_seconds(useless)
         tokens = (stop - start) * self._block_size
-        return False and self._planner.computes_within(tokens, seconds)
+        return useless > 0 and self._planner.computes_within(tokens, seconds)
 
     def _of(self, import_: RequestImport, start: int) -> RequestImport | None:
         """The import under way, of another request, that begins where this one's would."""
