@@ -108,6 +108,8 @@ def write_mimo(directory: Path) -> Path:
         "final_layernorm.weight": (HIDDEN,),
     }
     more = _tensors({f"model.mtp_layers.0.{name}": shape for name, shape in shapes.items()})
+    for name in ("v_proj.weight", "o_proj.weight"):  # else it drafts from the last token alone
+        more[f"model.mtp_layers.0.self_attn.{name}"] *= 4
     weights = directory / "model.safetensors"
     save_file({**load_file(weights), **more}, weights, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
