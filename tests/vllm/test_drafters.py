@@ -18,6 +18,7 @@ from sharing_node import BLOCK_SIZE, observe
 from .conftest import Pair
 from .drafters import DRAFTERS, Drafter
 from .engines import PATIENCE_S, SharedNode
+from .families import WINDOW
 from .oracle import Prompt, random_prompt
 from .test_families import TOKENS_PER_GROUP, servers, tell, wrong
 
@@ -128,6 +129,8 @@ def test_an_import_is_drafted_for_and_answered_as_a_local_hit(shared: Shared) ->
 
 def test_what_was_decoded_with_drafts_is_shared(shared: Shared) -> None:
     """Of drafts that were refused nothing stays."""
+    if any(kind == WINDOW for kind, _ in shared.drafter.family.groups):
+        pytest.skip("vLLM keeps no window in the middle of an answer")
     prompt = random_prompt(9710, 2 * BLOCK_SIZE + 100)
     story = compute(shared, prompt, 50, temperature=0.7, seed=3)
     imported, local = share(shared, (*prompt, *story.tokens))

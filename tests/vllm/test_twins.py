@@ -30,6 +30,7 @@ from .several_groups import peer_of as peer_of
 BLOCKS = 8
 BLOCK_BYTES = 1000
 STEP_TOKENS = 256
+LOADS = ("before", "first", "after")
 GROUPS: dict[str, list[Any]] = {"one group": [full()], **KINDS}
 
 
@@ -248,22 +249,23 @@ def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_copy(
 
 
 def test_a_copy_is_waited_for_as_long_as_it_may_take(node: Callable[..., Node]) -> None:
-    """A copy of many seconds is not made twice; one that does not end is."""
+    """A copy of many seconds is not made twice; one that does not end is.  A rank makes one copy at
+    a time."""
     n = node(False)
     n.costs(per_token=1.0)
-    for first in (1, 3000):
-        n.peer.hold_all(prompt(BLOCKS, first=first))
-    n.e.add("before", prompt(BLOCKS, first=3000))
-    n.step(ended=False)
-    n.e.add("first", prompt(BLOCKS))
-    n.e.add("second", prompt(BLOCKS))
+    prompts = {name: prompt(BLOCKS, first=2000 * i) for i, name in enumerate(LOADS, 1)}
+    for name, tokens in prompts.items():
+        n.peer.hold_all(tokens)
+        n.e.add(name, tokens)
+        n.step(ended=False)
+    n.e.add("second", prompts["first"])
     n.step(ended=False)
     n.now += 4 * 2 * BLOCKS + TWIN_WAIT_SECONDS / 2
     n.step(ended=False)
-    assert n.filled == [("before", BLOCKS), ("first", BLOCKS)]
+    assert [name for name, _ in n.filled] == [*LOADS]
     n.now += TWIN_WAIT_SECONDS
     n.step(ended=False)
-    assert n.filled[2:] == [("second", BLOCKS)]
+    assert [name for name, _ in n.filled] == [*LOADS, "second"]
     n.finish()
 
 
