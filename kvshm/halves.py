@@ -56,6 +56,7 @@ from kvshm._shm.statistics import LAST_COPIES_REUSED as LAST_COPIES_REUSED
 from kvshm._shm.statistics import LOADS_AT_ONCE as LOADS_AT_ONCE
 from kvshm._shm.statistics import LOADS_FAILED as LOADS_FAILED
 from kvshm._shm.statistics import LOADS_LOST as LOADS_LOST
+from kvshm._shm.statistics import MISS_CHEAPER as MISS_CHEAPER
 from kvshm._shm.statistics import MISS_FAILED as MISS_FAILED
 from kvshm._shm.statistics import MISS_NO_ROOM as MISS_NO_ROOM
 from kvshm._shm.statistics import MISS_NOT_IMPORTING as MISS_NOT_IMPORTING

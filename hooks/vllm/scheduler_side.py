@@ -135,7 +135,9 @@ class SchedulerSide:
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
             self.prompts.names_peers = groups.is_single_full_attention
-            self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
+            requests = scheduler.scheduler.requests
+            tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            self.importer.use(PoolRoom(manager, requests, groups, tokens), groups)
         return None
 
     def _track(self, manager: Any, groups: Groups) -> Callable[[], bool]:

@@ -35,8 +35,8 @@ class Group:
     """Tokens of a chunk of its chunked local attention."""
     ahead: int = 0
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
-    use the group (EAGLE).  A lookup needs the keys of these, too.  An only group of full attention
-    needs none, nor does one that keeps states."""
+    use the group (EAGLE).  A lookup needs the keys of these, too.  A group that keeps states needs
+    none."""
     state: bool = False
     """Whether a block holds the layers' state behind its last token (Mamba, linear attention):
     then a prefix needs its last block, and no other."""
@@ -87,7 +87,8 @@ class Groups:
         self.all = tuple(groups)
         self.step = math.lcm(*(group.scale for group in groups))
         """Hashes between two lengths at which a prefix can end."""
-        self.is_single_full_attention = len(groups) == 1 and groups[0].is_full
+        one = groups[0]
+        self.is_single_full_attention = len(groups) == 1 and one.is_full and not one.ahead
         """Whether a prefix is one chain of blocks, of which every shorter one is of use too."""
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)

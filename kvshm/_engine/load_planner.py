@@ -171,6 +171,13 @@ class LoadPlanner:
         epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
         return tried
 
+    def computes_within(self, tokens: int, seconds: float) -> bool:
+        """Whether computing these tokens is estimated to take less time than that; never where
+        ``min_prefix_tokens`` says what to import."""
+        computing = self.costs.compute_seconds(tokens)
+        by_estimate = self._config.min_prefix_tokens is Auto.AUTO
+        return by_estimate and computing is not None and computing < seconds
+
     def imported_blocks(self, epoch: EpochState) -> tuple[int, int]:
         """The fewest and most blocks of a prefix that would be imported, about: by
         ``min_prefix_tokens`` or by estimate, and by ``max_import_blocks``."""

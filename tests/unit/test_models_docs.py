@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text()
 FAMILIES = (ROOT / "tests/vllm/families.py").read_text()
+DRAFTERS = (ROOT / "tests/vllm/drafters.py").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([\w-]+)\])?`", PAGE)))
 PLANS = model_table.read()
 PLANNED = [plan for of in PLANS.values() for plan in of.values() if plan.unplanned is None]
@@ -21,6 +22,9 @@ def test_the_tests_that_the_page_names_exist() -> None:
     assert NAMED
     for file, test, family in NAMED:
         assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test
+        if file.endswith("test_drafters.py"):  # family-method
+            family, _, method = family.partition("-")
+            assert f'"{method}"' in DRAFTERS
         assert not family or f'Family("{family}"' in FAMILIES
 
 

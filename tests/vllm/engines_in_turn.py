@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
@@ -12,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from unittest import mock
 
+BLOCK_SIZE = 128  # tokens, on a CPU
+
 
 class WrongGroup:
     """Has this process import wrong blocks for one KV cache group.  ``kind``:
@@ -19,12 +22,15 @@ class WrongGroup:
     neighbours  the transport copies neighbours of the right blocks, unverified
     position    blocks of other positions of the prompt, as right as their owner shows them
     group       blocks of the next group, as right as their owner shows them
+    drafts      right blocks, of which the layers of a drafter are zeroed then (class Drafts)
     """
 
     def __init__(self) -> None:
         self.group: int | None = None
         self.kind = ""
         self._blocks: set[int] = set()
+        self.imported: list[int] = []
+        """The group's blocks that the last request has imported, behind no local hit."""
 
     def install(self) -> None:
         self._install_neighbours()
@@ -34,7 +40,7 @@ class WrongGroup:
 
         def elsewhere(search: Any, epoch: Any, hashes: Any, *more: int) -> Any:
             found = longest(search, epoch, hashes, *more)
-            if self.group is None or self.kind == "neighbours":
+            if self.group is None or self.kind in ("neighbours", "drafts"):
                 return found
             return found._replace(runs=tuple(self._runs(search.groups.all, epoch, hashes, found)))
 
@@ -81,8 +87,9 @@ class WrongGroup:
             connector: Any, request: Any, blocks: Any, num_external_tokens: int
         ) -> None:
             ids = blocks.get_block_ids()
-            misdirects = self.group is not None and self.kind == "neighbours"
-            self._blocks = set(ids[self.group]) if misdirects else set()
+            own = [] if self.group is None else ids[self.group]
+            self._blocks = set(own) if self.kind == "neighbours" else set()
+            self.imported = own[: num_external_tokens // BLOCK_SIZE]
             allocated(connector, request, blocks, num_external_tokens)
 
         def misdirected(attachment: Any, source: Any, target: Any, *more: Any) -> Any:
@@ -100,11 +107,42 @@ class WrongGroup:
         return [block ^ 1 if into in self._blocks else block for block, into in pairs]
 
 
+class Drafts:
+    """What the drafter of the present engine, if it has one, has drafted."""
+
+    def __init__(self, wrong: WrongGroup) -> None:
+        self._wrong, self._said = wrong, list[Any]()
+
+    def install(self, runner: Any) -> set[str]:
+        """Listen to an engine's drafter; returns the names of its layers."""
+        if (drafter := getattr(runner, "drafter", None)) is None:
+            return set()
+        names = set(getattr(drafter, "_draft_attn_layer_names", ()))
+        layers = runner.compilation_config.static_forward_context
+        propose = drafter.propose
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._wrong.kind == "drafts":
+                for name, block in itertools.product(names, self._wrong.imported):
+                    layers[name].kv_cache[block].zero_()
+            drafts = propose(*args, **kwargs)
+            self._said.append(drafts if isinstance(drafts, list) else drafts.tolist())
+            return drafts
+
+        drafter.propose = noted
+        return names
+
+    def take(self) -> list[Any]:
+        said, self._said = self._said, []
+        return said
+
+
 class Turns:
     """The present engine, if there is one."""
 
     def __init__(self) -> None:
         self.wrong = WrongGroup()
+        self.drafts = Drafts(self.wrong)
         self._llm: Any = None
         self._ended = contextlib.ExitStack()
 
@@ -118,11 +156,14 @@ class Turns:
         common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048}
         self._llm = LLM(**common, disable_log_stats=False, **arguments)
         engine = self._llm.llm_engine
-        cache = engine.engine_core.engine_core.scheduler.kv_cache_config
+        core = engine.engine_core.engine_core
+        cache = core.scheduler.kv_cache_config
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        layers = self.drafts.install(core.model_executor.driver_worker.worker.model_runner)
         return {
             "shares": engine.vllm_config.kv_transfer_config is not None,
             "groups": [(type(spec).__name__, spec.block_size) for spec in specs],
+            "drafting": [bool(layers & {*g.layer_names}) for g in cache.kv_cache_groups],
         }
 
     def end(self) -> None:
@@ -171,6 +212,8 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
             elif self.path == "/wrong":
                 turns.wrong.group, turns.wrong.kind = body["group"], body.get("kind", "")
                 self._answer("")
+            elif self.path == "/drafts":
+                self._answer(json.dumps({"drafts": turns.drafts.take()}))
             else:
                 turns.end()
                 self._answer("")

@@ -31,7 +31,7 @@ from kvshm.hooks.vllm import step_times
 from kvshm.hooks.vllm.imports import lookups
 from kvshm.hooks.vllm.imports.at_once import LATE_SECONDS
 from kvshm.hooks.vllm.imports.pool_room import NO_ROOM_SECONDS, PoolRoom
-from kvshm.hooks.vllm.imports.running_loads import TWIN_WAIT_SECONDS
+from kvshm.hooks.vllm.imports.twins import TWIN_WAIT_SECONDS
 from kvshm.hooks.vllm.messages import RankReport
 
 from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
@@ -48,7 +48,7 @@ class Node:
         self.now = 1000.0
         self.lookups = 0
         importer = self.side.importer
-        for one in (self.side._times, importer.peers, importer.running, importer.held, importer):
+        for one in (self.side._times, importer.peers, importer.twins, importer.held, importer):
             one._clock = lambda: self.now
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "lookup", self.lookup)
@@ -334,7 +334,7 @@ def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> 
     one = SimpleNamespace(max_admission_blocks_per_request=None)
     coordinator = SimpleNamespace(single_type_managers=[one])
     manager = SimpleNamespace(block_pool=pool, watermark_blocks=watermark, coordinator=coordinator)
-    room = PoolRoom(manager, {}, Groups([Group(0, 16)]))
+    room = PoolRoom(manager, {}, Groups([Group(0, 16)]), 512)
     request = SimpleNamespace(num_tokens=8 * 16)
     assert room.admits(10 - watermark, request)
     assert not room.admits(11 - watermark, request)

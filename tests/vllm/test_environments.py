@@ -29,7 +29,7 @@ from local_node import (
     processes_of,
     wait_until,
 )
-from sharing_node import BLOCK_SIZE
+from sharing_node import BLOCK_SIZE, observe
 from vllm import plugins
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -271,6 +271,13 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
             answer = offline.complete(prompt)
             assert answer["cached"] == shareable(prompt) * BLOCK_SIZE
             assert tuple(answer["tokens"]) == engine.complete(prompt).tokens
+        for prompt in prompts(3, seed=715):  # perhaps by one API server, perhaps by the other
+            with node.sharing(offline, shareable(prompt)):
+                offline.complete(prompt)
+            with observe(node, engine) as seen:
+                imported = engine.complete(prompt)
+            seen.assert_imported(shareable(prompt))
+            assert list(imported.tokens) == offline.complete(prompt)["tokens"]
     finally:
         ended = [offline.end() for offline in scripts]
     assert ended == [0, 0]

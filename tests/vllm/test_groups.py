@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core import kv_cache_manager
 from vllm.v1.request import RequestStatus
 
 from kvshm._base.ids import Epoch, Rank
@@ -375,3 +376,34 @@ def test_a_block_that_turns_out_bad_takes_along_all_behind_it_in_all_groups(
     assert e.step().output.num_scheduled_tokens["c"] < 4 * BLOCK_SIZE
     e.step()
     assert read_by(e, "c") <= e.ready()
+
+
+@pytest.fixture
+def drafting(engine: Make, monkeypatch: pytest.MonkeyPatch) -> DrivenEngine:
+    """An engine with EAGLE's layers in its one group."""
+    create, eagle = kv_cache_manager.get_kv_cache_coordinator, {"use_eagle": True}
+    monkeypatch.setattr(
+        kv_cache_manager, "get_kv_cache_coordinator", lambda *a, **k: create(*a, **{**k, **eagle})
+    )
+    return engine(num_blocks=64)
+
+
+@pytest.mark.parametrize("own", [0, 3])
+def test_with_draft_layers_in_the_only_group_an_import_is_as_long_as_a_local_hit(
+    drafting: DrivenEngine, peer_of: Any, own: int
+) -> None:
+    """vLLM does not use the last block of a hit: what a drafter has written there depends on the
+    token behind it.  Nor does that block of a shorter own prefix keep the rest from being
+    imported."""
+    e, played, tokens = drafting, Played(drafting), prompt(6)
+    peer_of(e).hold_all(tokens)
+    if own:
+        alone = {"kv_transfer_params": {"kvshm": {"share": False}}}
+        e.add("own", tokens[: own * BLOCK_SIZE + 3], extra_args=alone, max_tokens=1)
+        played.finish()
+    e.add("wants", tokens, max_tokens=1)
+    (load,) = played.finish()
+    manager = e.scheduler.kv_cache_manager
+    local = manager.get_computed_blocks(e.add("again", tokens))[1] // BLOCK_SIZE
+    assert local == 5
+    assert len(load.targets) == load.length == local - max(own - 1, 0)

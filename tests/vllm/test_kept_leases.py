@@ -18,7 +18,7 @@ from kvshm._shm.statistics import FORCED, IMPORTED_BLOCKS, KEPT, RECHECK_FAILED
 from kvshm.hooks.vllm.exports.duplicates import Duplicates
 from kvshm.hooks.vllm.exports.kept_blocks import KeptBlocks
 from kvshm.hooks.vllm.imports import importer as importer_module
-from kvshm.hooks.vllm.imports import running_loads
+from kvshm.hooks.vllm.imports import twins
 
 from ..doubles.cuda_fake import NotYet
 from .scheduling import prompt
@@ -176,7 +176,7 @@ def test_two_loads_of_an_importer_share_a_lease_and_the_recheck_guards_the_secon
     """An importer has one bit in a slot, which the load that set it takes back.  Such loads meet
     when a request has waited for another one's import in vain."""
     monkeypatch.setattr(importer_module, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(running_loads, "TWIN_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(twins, "TWIN_WAIT_SECONDS", -1000.0)
     reuse = Reuse(*pair)
     a, b = pair
     reuse.ask_for_what_is_lost()

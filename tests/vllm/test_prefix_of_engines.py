@@ -65,7 +65,7 @@ class Engines:
         )
         self.search = PrefixSearch()
         self.search.groups = node.groups
-        self.search.own_blocks = PoolRoom(manager, {}, node.groups).own_blocks
+        self.search.own_blocks = PoolRoom(manager, {}, node.groups, 512).own_blocks
         self.shown: list[tuple[AnyTable, list[BlockId]]] = []
 
     def record(self, key: Key, block: int) -> BlockRecord:

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvshm._base.ids import NO_LEASE_BIT, Epoch
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece
 from kvshm._shm.statistics import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_LOCAL, PROMPT_TOKENS_PEER
-from kvshm.hooks.vllm.imports.request_import import Load, RequestImport, Stage
+from kvshm.hooks.vllm.imports.request_import import Load, RequestImport, Span, Stage
 from kvshm.hooks.vllm.metrics import LoadStats
 
 from . import test_at_once
@@ -285,7 +285,7 @@ def test_only_what_a_peer_has_brought_is_a_peers(
         pieces = tuple(Piece(Epoch(each), (), b"", b"", (), 0) for each in source)
         load = LoadOrder("r", Epoch(OWN), NO_TICKET, NO_LEASE_BIT, pieces, ())
         ended = RequestImport(request, stage=Stage.ENDED)
-        ended.load = Load(load, None, ())
+        ended.load = Load(load, Span(0, 0, None), ())
         side.importer.imports["r"] = ended
     new = SimpleNamespace(req_id="r", num_computed_tokens=arrived)
     side.prompts.step_built([new], {"r": request})

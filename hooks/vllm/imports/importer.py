@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvshm._base.ids import Epoch
 from kvshm.config import Config
 from kvshm.halves import (
+    MISS_CHEAPER,
     MISS_FAILED,
     MISS_NO_ROOM,
     MISS_NOT_IMPORTING,
@@ -29,8 +30,9 @@ from .at_once import AtOnce, ReadyPeers
 from .held_requests import HeldRequests
 from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
-from .request_import import NoRoom, RequestImport, Stage, Tables, Way, loaded_blocks
+from .request_import import NoRoom, RequestImport, Span, Stage, Tables, Way, loaded_blocks
 from .running_loads import RunningLoads
+from .twins import Twins
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
@@ -78,11 +80,13 @@ class RequestImporter:
         self.peers = ReadyPeers(num_ranks, clock)
         self.held = HeldRequests(clock)
         self._clock, self._tracer = clock, tracer
-        self.running = RunningLoads(cache, self.imports, self.peers, num_ranks, clock, tracer)
+        self.running = RunningLoads(cache, self.imports, self.peers, num_ranks, tracer)
+        self.twins = Twins(self.running, cache.planner, block_size, clock)
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """Import into vLLM's pool, and look up what its groups need."""
         self.room, self.lookups.groups, self.running.groups = room, groups, groups
+        self.twins.room = room
         search = self._cache.planner.search
         search.groups, search.own_blocks = groups, room.own_blocks
 
@@ -110,7 +114,7 @@ class RequestImporter:
         import_ = self._matching(request)
         if not possible:
             return 0
-        if (reason := self._why_not(import_, start)) is not None:
+        if (reason := self._why_not(import_, start, stop)) is not None:
             self._cache.count(reason)
             return 0
         return self._match_blocks(import_, start, stop)
@@ -133,7 +137,7 @@ class RequestImporter:
         if (import_ := self.imports.get(request_id)) is not None:
             import_.withheld = None
 
-    def _why_not(self, import_: RequestImport, start: int) -> Counter | None:
+    def _why_not(self, import_: RequestImport, start: int, stop: int) -> Counter | None:
         """Why nothing is imported for this request, whoever has its blocks; None: no reason."""
         request = import_.request
         if not import_.may_import:
@@ -142,14 +146,16 @@ class RequestImporter:
             return MISS_NOT_SHARED
         if request.skip_reading_prefix_cache:
             return MISS_NOT_READ
-        return MISS_OWN if self._holds(request.block_hashes[start]) else None
+        if self._holds(request.block_hashes[start]):
+            return MISS_OWN
+        return MISS_CHEAPER if self.twins.computes_sooner(import_, start, stop) else None
 
     def _match_blocks(self, import_: RequestImport, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
         request, costs = import_.request, self._cache.planner.costs
-        if self.running.has_twin(import_, request.block_hashes[start]):
+        if not (ways := self.twins.ways(import_, start, stop)):
             return None
-        if not self._fits(import_, self.lookups.groups.blocks_at(start) + 1, tuple(Way)):
+        if not self._fits(import_, self.lookups.groups.blocks_at(start) + 1, ways):
             return 0
         if (plan := self.lookups.find(import_, start, stop)) is None:
             return 0
@@ -158,13 +164,13 @@ class RequestImporter:
         at_once = import_.way is Way.AT_ONCE
         own = sum(run.num_blocks for run in plan.own_runs)
         blocks = self.lookups.groups.blocks_at(plan.start + plan.length) + own
-        if not self._fits(import_, blocks, (import_.way,)):
+        if import_.way in ways and not self._fits(import_, blocks, (import_.way,)):
             return 0
         if not self.lookups.is_worth(
             import_, plan, 0.0 if at_once else STEPS_LOST * costs.step_seconds()
         ):
             return 0
-        if not at_once and not self._within_copy_budget(seconds):
+        if import_.way not in ways or not (at_once or self._within_copy_budget(seconds)):
             return None  # the next step may begin it
         if own and self.room is not None:
             self.room.keep(plan.own_blocks())
@@ -258,7 +264,8 @@ class RequestImporter:
         if plan is None or plan.length * self._block_size != num_external:
             self._register_lost(request, tables, num_external)
             return
-        import_ = self._register(request, plan.start, plan.parts, tables)
+        stop = plan.start + plan.length
+        import_ = self._register(request, plan.start, stop, plan.parts, tables)
         nothing, at_once = import_.load.order, import_.way is Way.AT_ONCE
         import_.load.order = self._cache.planner.load(
             plan, nothing.load_id, nothing.lost, attached=at_once
@@ -290,21 +297,26 @@ class RequestImporter:
         groups = self.lookups.groups
         length = min(len(table) * g.scale for g, table in zip(groups.all, tables, strict=True))
         start = length - num_external // self._block_size
-        self._register(request, start, groups.parts(start, length), tables)
+        self._register(request, start, length, groups.parts(start, length), tables)
 
     def _register(
-        self, request: Any, start: int, parts: Iterable[Part] = (), tables: Tables = ()
+        self,
+        request: Any,
+        start: int,
+        stop: int,
+        parts: Iterable[Part] = (),
+        tables: Tables = (),
     ) -> RequestImport:
         """Register a load without copies, every target of which is a load error.  The targets are
-        the ``parts`` of the request's block ``tables``, behind a local hit of ``start`` hashes."""
+        the ``parts`` of the request's block ``tables``, for its hashes ``start`` to ``stop``."""
         self.step.has_news = True
         request_id, chain = request.request_id, request.block_hashes
         import_ = self.imports.get(request_id)
         if import_ is None or import_.has_load:
             import_ = self._matching(request)
         import_.way = Way.ASYNCHRONOUS if import_.withheld is None else Way.AT_ONCE
-        first_hash = next(iter(chain[start : start + 1]), None)
-        self.running.begin(import_, first_hash, loaded_blocks(chain, parts, tables))
+        span = Span.of(chain, start, stop)
+        self.running.begin(import_, span, loaded_blocks(chain, parts, tables))
         import_.forget_match()
         self.step.imports[request_id] = import_
         return import_
@@ -318,7 +330,7 @@ class RequestImporter:
             if import_.withheld is None or import_.has_load:
                 continue
             if request_id in scheduled:  # kvshm has failed: no load will fill its blocks
-                self._register(import_.request, 0)
+                self._register(import_.request, 0, 0)
             else:
                 import_.withheld = None
         return self._new_loads(Way.ASYNCHRONOUS), self._new_loads(Way.AT_ONCE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from kvshm._base.ids import BlockId
@@ -10,6 +11,10 @@ from kvshm.halves import Group, Groups
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
+WAITING = frozenset({"WAITING", "PREEMPTED"})
+"""Names of the states in which vLLM may begin to compute a request."""
+LOOK_BACK = 16
+"""How many requests are looked at to find out whether others leave nothing of a step."""
 NO_ROOM_SECONDS = 1.0
 """How long a request for whose import there was no room is not looked up again, unless more blocks
 are free."""
@@ -22,15 +27,18 @@ SPARE = 8
 class PoolRoom:
     """Reads the pool of one engine.  Scheduler's thread."""
 
-    def __init__(self, manager: Any, requests: Mapping[str, Any], groups: Groups) -> None:
+    def __init__(
+        self, manager: Any, requests: dict[str, Any], groups: Groups, step_tokens: int
+    ) -> None:
         """``manager`` is vLLM's KV cache manager with these ``groups``, ``requests`` vLLM's
-        scheduler's, by id."""
+        scheduler's, by id, in the order in which they came.  ``step_tokens``: most of a step."""
         self._manager = manager
         self._allocate: Any = None
         """vLLM's method that is wrapped now, or None."""
         self._found_none: dict[str, int] = {}
         self._requests = requests
         self._groups = groups
+        self._step_tokens = step_tokens
         self._managers = manager.coordinator.single_type_managers
         self._cached = manager.block_pool.cached_block_hash_to_block
 
@@ -81,6 +89,20 @@ class PoolRoom:
         """Whether the engine has no other request; a waiting one might join the same step."""
         others = (other for other in self._requests.values() if other is not request)
         return all(other.is_finished() for other in others)
+
+    def others_fill_a_step(self, request: Any, start: int) -> bool:
+        """Whether those of the LOOK_BACK last requests that wait, and whose prompts part from this
+        one's at block ``start``, or before, leave nothing of the next step: vLLM begins them before
+        it asks for this one again, and then goes on with them first."""
+        own, tokens = request.block_hashes[start], 0
+        for other in islice(reversed(self._requests.values()), LOOK_BACK):
+            if other.status.name in WAITING and other.block_hashes[start : start + 1] != [own]:
+                tokens += other.num_tokens
+        return tokens >= self._step_tokens
+
+    def holds_all(self, hashes: int) -> bool:
+        """Whether there is room for the blocks of this many hashes, and a block more."""
+        return self.free() > self._groups.blocks_at(hashes)
 
     def free(self) -> int:
         """Return the number of blocks that vLLM can hand out."""

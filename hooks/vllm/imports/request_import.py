@@ -13,11 +13,12 @@ A request that is matched again later, because it was preempted, has another imp
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from kvshm._base.ids import BlockId
 from kvshm.halves import LoadOrder, LoadReport, Part, Plan
@@ -96,12 +97,34 @@ def loaded_blocks(
     )
 
 
+class Span(NamedTuple):
+    """The hashes of a request that a load brings, from ``start`` to ``stop``."""
+
+    start: int
+    stop: int
+    first_hash: bytes | None
+
+    @classmethod
+    def of(cls, chain: Sequence[bytes], start: int, stop: int) -> Self:
+        return cls(start, stop, next(iter(chain[start : start + 1]), None))
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def common(self, own: Sequence[bytes], other: Sequence[bytes]) -> int:
+        """How many of them two chains of hashes have in common.  A hash is of all before it, too:
+        chains that have parted do not meet again."""
+        stop = min(self.stop, len(own), len(other))
+        return bisect_left(range(self.start, stop), True, key=lambda i: own[i] != other[i])
+
+
 @dataclass(slots=True)
 class Load:
     """The load of an import, and what the ranks report of it."""
 
     order: LoadOrder
-    first_hash: bytes | None  # of the first block behind the local hit
+    span: Span
     blocks: tuple[LoadedBlocks, ...]  # what the load is to fill, by group
     reports: list[LoadReport] = field(default_factory=list)
     bad: set[BlockId] = field(default_factory=set)  # once it has ended: what it did not fill
@@ -139,8 +162,8 @@ class RequestImport:
     way: Way = Way.ASYNCHRONOUS
     load: Load = field(init=False)  # from ALLOCATED on
     no_room: NoRoom | None = None
-    # RunningLoads
-    waits_since: float | None = None  # for another request's import of the same prefix
+    # Twins
+    waits_until: float | None = None  # for another request's import of the same prefix
     # Lookups
     answer: Answer | None = None
     decision: Decision | None = None

@@ -1,10 +1,10 @@
 """The loads of imports while they are under way: what ranks report of them, and how they end.
 
-A request whose prefix another one is importing waits for that import: copied once, it is theirs."""
+A request may wait for another one's import of its prefix: copied once, it is theirs (twins.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
+from collections.abc import Iterable, MutableMapping, Sequence, Set
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,10 @@ from kvshm._base.ids import BlockId, LoadId
 from kvshm.halves import LOADS_LOST, ONE_FULL_GROUP, LoadOrder, LoadReport, SchedulerHalf
 
 from .at_once import ReadyPeers
-from .request_import import Load, LoadedBlocks, RequestImport, Stage, Way
+from .request_import import Load, LoadedBlocks, RequestImport, Span, Stage, Way
 
 if TYPE_CHECKING:
     from .tracing import ImportTracer
-
-TWIN_WAIT_SECONDS = 0.1
-"""How long a request waits for another request's import of the same prefix."""
 
 
 class RunningLoads:
@@ -30,13 +27,12 @@ class RunningLoads:
         imports: MutableMapping[str, RequestImport],
         peers: ReadyPeers,
         num_ranks: int,
-        clock: Callable[[], float],
         tracer: ImportTracer | None,
     ) -> None:
         """``imports``: the newest of each request, by its id."""
         self._cache, self._imports = cache, imports
         self._peers, self._num_ranks = peers, num_ranks
-        self._clock, self._tracer = clock, tracer
+        self._tracer = tracer
         self.groups = ONE_FULL_GROUP
         self.by_id: dict[LoadId, RequestImport] = {}
         """The imports whose loads are under way.  A request may have several: the report of one
@@ -45,30 +41,23 @@ class RunningLoads:
         """The newest of these for each hash of a first block."""
         self._attempts = count()
 
-    def begin(
-        self, import_: RequestImport, first_hash: bytes | None, blocks: tuple[LoadedBlocks, ...]
-    ) -> None:
+    def begin(self, import_: RequestImport, span: Span, blocks: tuple[LoadedBlocks, ...]) -> None:
         """Give an import a load without copies yet, and count it as under way.  The load has its
         request's id if it is one that vLLM knows."""
         is_asynchronous = import_.way is Way.ASYNCHRONOUS
         load_id = import_.request_id if is_asynchronous else next(self._attempts)
         targets = tuple(block for part in blocks for block in part.blocks)
-        import_.load = Load(LoadOrder.of_nothing(load_id, targets), first_hash, blocks)
+        import_.load = Load(LoadOrder.of_nothing(load_id, targets), span, blocks)
         import_.move_to(Stage.ALLOCATED)
         self.by_id[load_id] = import_
-        if first_hash is not None:
-            self._by_first_hash[first_hash] = import_
+        if span.first_hash is not None:
+            self._by_first_hash[span.first_hash] = import_
 
-    def has_twin(self, import_: RequestImport, first_hash: bytes) -> bool:
-        """Whether the request is to wait, for TWIN_WAIT_SECONDS at most, for another one's import
-        of the block that it needs first."""
-        other = self._by_first_hash.get(first_hash)
-        if other is None or other.request_id == import_.request_id:
-            import_.waits_since = None
-            return False
-        if import_.waits_since is None:
-            import_.waits_since = self._clock()
-        return self._clock() - import_.waits_since < TWIN_WAIT_SECONDS
+    def of_block(self, block_hash: bytes) -> RequestImport | None:
+        """Return the import under way, if there is one, that begins with this block.  Not one whose
+        request has ended: vLLM gives its blocks no hashes."""
+        found = self._by_first_hash.get(block_hash)
+        return None if found is None or found.request.is_finished() else found
 
     def queued_seconds(self) -> float:
         """Estimated seconds of the copies that a new one waits for: a rank makes one at a time."""
@@ -77,6 +66,17 @@ class RunningLoads:
             for import_ in self.by_id.values()
             if import_.way is Way.ASYNCHRONOUS and import_.stage is Stage.LOADING
         )
+
+    def seconds_left(self, import_: RequestImport) -> float:
+        """Estimated seconds of the copies up to that of an asynchronous import under way, and of
+        those that have been begun before it."""
+        total = 0.0
+        for other in self.by_id.values():
+            if other.way is Way.ASYNCHRONOUS:
+                total += self._cache.planner.load_seconds(other.load.order)
+            if other is import_:
+                break
+        return total
 
     def drop(self, load_ids: Iterable[LoadId]) -> None:
         """Forget imports that an error has left unfinished although all ranks have reported, so
@@ -141,7 +141,7 @@ class RunningLoads:
             self._tracer.ended(import_)
 
     def _end(self, import_: RequestImport) -> None:
-        first_hash = import_.load.first_hash
+        first_hash = import_.load.span.first_hash
         if first_hash is not None and self._by_first_hash.get(first_hash) is import_:
             del self._by_first_hash[first_hash]
         waits = import_.way is Way.ASYNCHRONOUS and self._imports.get(import_.request_id) is import_
