@@ -168,8 +168,12 @@ class DrivenEngine:
         request = Request(
             name, prompt, params, pooling_params=None, block_hasher=self.hasher, **extra
         )
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(self.preprocess_add_request(request)[0])
         return request
+
+    def preprocess_add_request(self, request: Request) -> tuple[Request, int]:
+        """What vLLM's core does with a request before its scheduler gets it; hooks wrap this."""
+        return request, 0
 
     def continue_session(self, name: str, tokens: list[int], **more: Any) -> None:
         """The client of a resumable request sends its next input."""

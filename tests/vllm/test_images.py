@@ -1,6 +1,6 @@
-"""Images are shared by what the model gets of them: equal ones whoever names them, and others never,
-though their placeholders or the names that clients give them are equal.  Real engines, whose
-models lie in different folders."""
+"""Images are shared by what the model gets of them: equal ones whoever names them, others never,
+though their placeholders or the names that clients give them are equal.  Real engines, whose models
+lie in different folders."""
 
 from __future__ import annotations
 
