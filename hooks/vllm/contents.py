@@ -12,21 +12,19 @@ their token id; here the hash of a block's embeddings says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from hashlib import sha256
 from typing import Any
 
-import torch
+from .adapters import Adapters
+from .digests import UnknownContents, digest_of
+from .identity.fields import adapter_kernels
+from .ranks import Ranks
 
 CONTENT, NAME = "kvshm-content:", "kvshm-name:"
 """What identifiers begin with: of a digest, and of one whose contents are not known.  No client can
 choose the former: its choice gets the latter before it."""
-
-
-class UnknownContents(ValueError):
-    """Something that cannot be digested."""
 
 
 class EmbedHashes(dict[tuple[int, int], bytes]):
@@ -45,13 +43,20 @@ class Contents:
         # Other engines look for the outputs of an encoder by vLLM's identifiers.
         self._names_items = not trusts_ids and vllm_config.ec_transfer_config is None
         self._adapts_encoders = lora is not None and lora.enable_tower_connector_lora
-        self.wanted = bool(model.is_multimodal_model or model.enable_prompt_embeds)
+        self.adapters: Adapters | None = None
+        """Those of an engine with LoRA."""
+        if lora is not None:
+            ranks = int(vllm_config.parallel_config.world_size)
+            self.adapters = Adapters(ranks, adapter_kernels(lora), block_size)
+        self.wanted = bool(model.is_multimodal_model or model.enable_prompt_embeds or lora)
         """Whether requests may need it."""
         self._watching = False
 
     def watch(self, core: Any) -> None:
         """Name the inputs of each request that vLLM's EngineCore gets, before any other use.  Its
-        thread that receives requests does so, beside its steps."""
+        thread that receives requests does so, beside its steps.  Idempotent."""
+        if self._watching:
+            return
         original: Callable[..., Any] = core.preprocess_add_request
 
         @wraps(original)
@@ -61,6 +66,8 @@ class Contents:
             return found
 
         core.preprocess_add_request = preprocess_add_request
+        if self.adapters is not None:
+            self.adapters.watch(core.model_executor, Ranks(core.model_executor).adapters)
         self._watching = True
 
     def name(self, request: Any) -> None:
@@ -75,18 +82,23 @@ class Contents:
         if embeds is not None and (hashes := _embed_hashes(request, self._block_size)):
             request._prompt_embeds_per_block_hashes = hashes
             changed = True
-        if changed:
+        if request.lora_request is not None and self.adapters is not None:
+            self.adapters.rehash(request)
+        elif changed:
             request.block_hashes.clear()
             request.update_block_hashes()
 
     def covered(self, request: Any) -> bool:
         """Whether a request's block hashes cover all that its blocks depend on."""
-        if request.lora_request is not None:
-            return False  # an adapter's name does not identify its contents
+        if request.lora_request is not None and not self._covers_adapter(request):
+            return False
         if request.mm_features and not self._covers_items(request):
             return False
         embeds = request.prompt_embeds
         return embeds is None or type(request._prompt_embeds_per_block_hashes) is EmbedHashes
+
+    def _covers_adapter(self, request: Any) -> bool:
+        return self.adapters is not None and self.adapters.covers(request)
 
     def _covers_items(self, request: Any) -> bool:
         if self._trusts_ids:
@@ -117,42 +129,9 @@ def _item_digest(item: Any) -> str:
     # A conversation sends its images with every turn; vLLM keeps the processed ones.
     digest = vars(data).get("kvshm_digest")
     if digest is None:
-        digest = data.kvshm_digest = _digest(_parts(dict(data.get_data())))
+        digest = data.kvshm_digest = digest_of(dict(data.get_data()))
     place = item.mm_position
-    return _digest(_parts([digest, item.modality, place.length, place.is_embed])).hex()
-
-
-def _digest(parts: Iterator[Any]) -> bytes:
-    digest = sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """The bytes that stand for a value, and for no other."""
-    if isinstance(value, dict):
-        value = [[name, value[name]] for name in sorted(value)]
-    if isinstance(value, list | tuple):
-        yield f"list {len(value)} ".encode()
-        for one in value:
-            yield from _parts(one)
-    elif isinstance(value, torch.Tensor):
-        data = _bytes_of(value)
-        yield f"{value.dtype} {tuple(value.shape)} {data.nbytes} ".encode()
-        yield data
-    elif value is None or isinstance(value, bytes | str | bool | int | float):
-        text = repr(value).encode()
-        yield f"{type(value).__name__} {len(text)} ".encode()
-        yield text
-    else:
-        raise UnknownContents(f"a {type(value).__name__}")
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    if tensor.device.type != "cpu":
-        raise UnknownContents(f"a tensor on {tensor.device}")
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return digest_of([digest, item.modality, place.length, place.is_embed]).hex()
 
 
 def _embed_hashes(request: Any, block_size: int) -> EmbedHashes | None:
@@ -164,7 +143,7 @@ def _embed_hashes(request: Any, block_size: int) -> EmbedHashes | None:
             end = start + block_size
             mask = None if is_token is None else is_token[start:end]
             by_token = request.prompt_token_ids is not None
-            hashes[start, end] = _digest(_parts([mask, by_token, embeds[start:end]]))
+            hashes[start, end] = digest_of([mask, by_token, embeds[start:end]])
     except Exception:  # any, as above
         return None
     return hashes

@@ -189,12 +189,17 @@ class SchedulerSide:
     # -- requests
 
     def new_request(self, request: Any) -> None:
+        adapters = self.importer.contents.adapters
+        if adapters is not None and request.lora_request is not None:
+            adapters.arrived(request)
         if self.tracker is not None:
             self.tracker.track(request)
         self._option_checks.check(request)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
         """Returns what the request's answer is to contain, if it has asked."""
+        if (adapters := self.importer.contents.adapters) is not None:
+            adapters.finished(request)
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
@@ -416,6 +421,8 @@ class SchedulerSide:
         if report.attached:
             self.importer.peers.attached.update(report.attached)
             self.cache.planner.attached(self.importer.peers.everywhere)
+        if report.adapters and (adapters := self.importer.contents.adapters) is not None:
+            adapters.learn(report.adapters)
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:

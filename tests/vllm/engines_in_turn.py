@@ -132,6 +132,10 @@ class Turns:
             gc.collect()
         self._ended.close()
 
+    def load(self, adapter: Mapping[str, Any]) -> None:
+        """As vLLM's own server loads one: before it is asked for."""
+        assert self._llm.llm_engine.add_lora(adapter_of(adapter))
+
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One chunk of a stream of completions that holds all tokens."""
         from vllm import SamplingParams
@@ -140,7 +144,10 @@ class Turns:
         # As vLLM's own server passes them on.
         extra = {"kv_transfer_params": params} if (params := body.get("kv_transfer_params")) else {}
         asked = SamplingParams(logprobs=body["logprobs"], extra_args=extra, **how)
-        (answered,) = self._llm.generate([prompt_of(body)], asked, use_tqdm=False)
+        adapter = adapter_of(body["adapter"]) if "adapter" in body else None
+        (answered,) = self._llm.generate(
+            [prompt_of(body)], asked, use_tqdm=False, lora_request=adapter
+        )
         said = answered.outputs[0]
         tops = [{f"token_id:{t}": p.logprob for t, p in top.items()} for top in said.logprobs]
         choice = {"token_ids": list(said.token_ids), "text": said.text}
@@ -148,6 +155,12 @@ class Turns:
             "choices": [{**choice, "logprobs": {"top_logprobs": tops}}],
             "usage": {"prompt_tokens": len(answered.prompt_token_ids)},
         }
+
+
+def adapter_of(said: Mapping[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**said)
 
 
 def prompt_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +200,9 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
                 self._answer(f"data: {json.dumps(turns.complete(body))}\n\n")
             elif self.path == "/begin":
                 self._answer(json.dumps(turns.begin(**body)))
+            elif self.path == "/load":
+                turns.load(body)
+                self._answer("")
             elif self.path == "/wrong":
                 turns.wrong.group, turns.wrong.kind = body["group"], body.get("kind", "")
                 self._answer("")

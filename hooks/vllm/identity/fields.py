@@ -234,6 +234,9 @@ _LEFT_OUT = {
         "backend": "what was chosen is a field of its own",
         "backend_per_kind": "what was chosen is a field of its own",
     },
+    "LoRAConfig": {
+        "max_cpu_loras": "how many adapters are kept",
+    },
     "MultiModalConfig": {
         "limit_per_prompt": "how many inputs a prompt may have",
         "mm_processor_cache_gb": _CACHE,
@@ -276,6 +279,11 @@ def _multimodal(model: Any, trusts_ids: bool) -> str:
     if trusts_ids:
         return f"by identifier {_short([str(model.model), str(model.revision), encoding])}"
     return f"by contents {_short(encoding)}"
+
+
+def adapter_kernels(lora_config: Any) -> str:
+    """How an engine computes with adapters: requests without one do not depend on it."""
+    return _short(_settings(lora_config))
 
 
 def _parallel(config: Any) -> str:
