@@ -40,7 +40,7 @@ class Ranks:
 
     def adapters(self) -> list[Loaded | None]:
         """Return what each rank has loaded of adapters."""
-        answers: list[Loaded | None] = self._ask("adapters.known")
+        answers: list[Loaded | None] = self._ask("adapters")
         return answers
 
     def describe(self) -> dict[int, RankDescription]:

@@ -20,7 +20,7 @@ from .engines import SharedNode
 from .oracle import Prompt, random_prompt, shareable
 from .test_families import InTurnSpec, tell
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ALONE = {"kv_transfer_params": {"kvshm": {"share": False}}}
 LENGTH = 4 * BLOCK_SIZE + 30

@@ -4,6 +4,7 @@ equal keys mean equal inputs, and what cannot be named is not shared.  Real sche
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,11 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.engine import EngineCoreRequest
 
 from kvshm.hooks.vllm import contents as contents_module
+from kvshm.hooks.vllm import digests as digests_module
 from kvshm.hooks.vllm.contents import CONTENT, NAME, Contents, EmbedHashes
 from kvshm.hooks.vllm.identity import fields as fields_module
 from kvshm.hooks.vllm.identity.fields import scheduler_fields
@@ -134,8 +137,8 @@ def test_what_an_adapter_encodes_keeps_its_name() -> None:
 def test_a_processed_item_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps it, and a conversation sends its images with every turn."""
     one, read = item(), []
-    digest = contents_module._bytes_of
-    monkeypatch.setattr(contents_module, "_bytes_of", lambda t: read.append(t) or digest(t))
+    digest = digests_module._bytes_of
+    monkeypatch.setattr(digests_module, "_bytes_of", lambda t: read.append(t) or digest(t))
     first = named(one)
     assert read
     read.clear()
@@ -235,6 +238,12 @@ def embedded(
     return e.add(name, tokens or None, max_tokens=1, **given)
 
 
+def unhashed(request: Any) -> Any:
+    again = copy(request)
+    again.block_hashes, again._prompt_embeds_per_block_hashes = [], {}
+    return again
+
+
 def test_embeddings_are_keyed_by_the_positions_that_take_them(engine: Make) -> None:
     """vLLM's own hashes of the first two are equal, though one takes its tokens as tokens."""
     e = engine(enable_prompt_embeds=True)
@@ -249,6 +258,7 @@ def test_embeddings_are_keyed_by_the_positions_that_take_them(engine: Make) -> N
         embedded(e, "of another format", embeds.to(torch.bfloat16), late),
     ]
     keys = [one.block_hashes for one in asked]
+    assert e.hasher(unhashed(asked[0])) == e.hasher(unhashed(asked[1]))
     assert keys[1] == keys[2]
     assert keys[1][0] == keys[3][0]
     assert len({key[0] for key in keys}) == 4
@@ -302,6 +312,19 @@ def test_the_core_names_inputs_before_it_hashes(model: Path, engine: Make) -> No
         asked, _ = core.preprocess_add_request(given)
     assert type(asked._prompt_embeds_per_block_hashes) is EmbedHashes
     assert len(asked.block_hashes) == 64 // BLOCK_SIZE
+
+
+def test_encoder_outputs_are_kept_by_identifier() -> None:
+    kept = EncoderCacheManager(cache_size=100)
+    first, second = (
+        SimpleNamespace(request_id=name, mm_features=[item(data)])
+        for name, data in (("a", PIXELS), ("b", PIXELS + 1))
+    )
+    first.get_num_encoder_embeds = second.get_num_encoder_embeds = lambda _: 10
+    kept.allocate(first, 0)
+    assert kept.check_and_update_cache(second, 0)
+    second.mm_features = [item(identifier="y")]
+    assert not kept.check_and_update_cache(second, 0)
 
 
 # -- the fingerprint
