@@ -101,6 +101,8 @@ class Contents:
         return self.adapters is not None and self.adapters.covers(request)
 
     def _covers_items(self, request: Any) -> bool:
+        if self._adapts_encoders and request.lora_request is not None:
+            return False  # vLLM keeps an encoder's output by the adapter's name
         if self._trusts_ids:
             return True
         return (

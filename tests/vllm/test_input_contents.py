@@ -213,6 +213,21 @@ def test_trusted_identifiers_are_taken_for_contents(
     assert len(e.ready()) == 2
 
 
+def test_what_an_adapter_encodes_is_not_shared(seeing: Make, monkeypatch: Any) -> None:
+    """Not even if identifiers are trusted: vLLM keeps an encoder's output by the adapter's name."""
+    monkeypatch.setenv("KVSHM_TRUST_ITEM_IDS", "1")
+    e = seeing()
+    contents = e.connector._scheduler.importer.contents
+    contents._adapts_encoders, contents.adapters = True, SimpleNamespace(covers=lambda _: True)
+    asked = ask(e, "r", item())
+    assert contents.covered(asked)
+    asked.lora_request = object()
+    assert not contents.covered(asked)
+    asked.mm_features = []
+    assert contents.covered(asked)
+    contents.adapters = None
+
+
 def test_an_input_of_a_session_is_named_like_any_other(seeing: Make) -> None:
     e = seeing()
     e.add("s", prompt(2), max_tokens=1, resumable=True)
