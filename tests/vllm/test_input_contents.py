@@ -26,6 +26,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreRequest
 
 from kvshm.hooks.vllm import contents as contents_module
@@ -33,6 +34,7 @@ from kvshm.hooks.vllm import digests as digests_module
 from kvshm.hooks.vllm.contents import CONTENT, NAME, Contents, EmbedHashes
 from kvshm.hooks.vllm.identity import fields as fields_module
 from kvshm.hooks.vllm.identity.fields import scheduler_fields
+from kvshm.hooks.vllm.imports.at_once import AtOnce
 
 from .played_core import started_core
 from .scheduling import BLOCK_SIZE, Make, imagined_cache, prompt, vllm_config
@@ -211,6 +213,20 @@ def test_trusted_identifiers_are_taken_for_contents(
     for _ in range(2):
         e.step()
     assert len(e.ready()) == 2
+
+
+def test_no_step_waits_for_an_import_with_an_image(seeing: Make) -> None:
+    """vLLM sends its workers a request once, without the images in a prefix that is there: it could
+    not compute the prefix if the import failed."""
+    e = seeing()
+    image, text = ask(e, "image", item()), e.add("text", prompt(2, first=900))
+    assert AtOnce.can_undo(text)
+    assert not AtOnce.can_undo(image)
+    sent = NewRequestData.from_request(image, ([],), uses_mrope=True)
+    assert [one.data is None for one in sent.mm_features] == [False]
+    image.num_computed_tokens = 2 * BLOCK_SIZE
+    stripped = NewRequestData.from_request(image, ([],), uses_mrope=True)
+    assert "pixel_values" not in stripped.mm_features[0].data
 
 
 def test_what_an_adapter_encodes_is_not_shared(seeing: Make, monkeypatch: Any) -> None:
