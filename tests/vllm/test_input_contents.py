@@ -196,9 +196,10 @@ def test_identifiers_are_kept_where_other_engines_look_for_encoder_outputs(visio
     contents = Contents(config, BLOCK_SIZE, trusts_ids=False)
     core = SimpleNamespace(preprocess_add_request=lambda request: (request, 0))
     contents.watch(core)
-    asked = SimpleNamespace(mm_features=[item()], prompt_embeds=None, lora_request=None)
+    chosen = item(identifier=f"{CONTENT}ab")
+    asked = SimpleNamespace(mm_features=[chosen], prompt_embeds=None, lora_request=None)
     core.preprocess_add_request(asked)
-    assert asked.mm_features[0].identifier == "x"
+    assert asked.mm_features == [chosen]
     assert not contents.covered(asked)
 
 
