@@ -198,6 +198,11 @@ class Config:
         "File to which kvshm's lines are appended, instead of vLLM's log or the coordinator's "
         "stderr. Several processes may share it.",
     )
+    trust_item_ids: bool = _flag(
+        "Take the identifiers that vLLM or a client gives images, videos and audios for their "
+        "contents, which are digested otherwise. A client that gives two images the same one then "
+        "makes other engines answer wrongly. Engines with another value do not share."
+    )
     beside: bool = _flag(
         "Share also on an engine that has a connector of its own, in a MultiConnector with it; of "
         "a prompt the longer prefix is loaded."

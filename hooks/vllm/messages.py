@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvshm._base.ids import BlockId, Epoch
 from kvshm.halves import LoadOrder, LoadReport, RankInfo
 
+from .adapters import Loaded
+
 _NONE: Any = ()
 _NOBODY: Any = MappingProxyType({})
 
@@ -76,6 +78,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """By rank, a parameter that was found written without an announcement."""
     attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
     """Attached peers by rank, for ranks where they have changed."""
+    adapters: Loaded = field(default_factory=dict)
+    """Adapters that were loaded since the last report."""
     not_opened: int = 0
     """The epoch that this rank could not open.  0: none."""
     still_mapped: int = 0
@@ -97,6 +101,7 @@ class RankReport(KVConnectorWorkerMetadata):
             attached={**self.attached, **other.attached},
             weights_changed=self.weights_changed or other.weights_changed,
             written={**self.written, **other.written},
+            adapters={**self.adapters, **other.adapters},
             not_opened=self.not_opened or other.not_opened,
             still_mapped=self.still_mapped + other.still_mapped,
             failed=self.failed or other.failed,
@@ -108,7 +113,7 @@ class QuietReport(RankReport):
 
     quiet = True
     loads = _NONE
-    descriptions = attached = written = _NOBODY
+    descriptions = attached = written = adapters = _NOBODY
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -22,7 +22,7 @@ HARMLESS = frozenset({
     # begin or end a profile; drop caches of inputs; write the weights to files
     "profile", "release_late_interaction_query_cache", "reset_encoder_cache", "reset_mm_cache",
     "save_sharded_state", "save_tensorized_model",
-    # write tensors of adapters, whose requests are not shared
+    # write tensors of adapters (adapters.py)
     "add_lora", "pin_lora", "remove_lora",
     # pause, resume or end the ranks
     "handle_ft_command", "shutdown",

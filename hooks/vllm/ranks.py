@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from .adapters import Loaded
 from .call_stack import callers_with
 from .messages import RankDescription
 from .rank_calls import watch_calls
@@ -36,6 +37,11 @@ class Ranks:
     def weights_change(self) -> None:
         """Have every rank end its epoch before any later call reaches it.  Does not wait."""
         self._executor.collective_rpc(ask_rank, args=("weights_change",), non_block=True)
+
+    def adapters(self) -> list[Loaded | None]:
+        """Return what each rank has loaded of adapters."""
+        answers: list[Loaded | None] = self._ask("adapters")
+        return answers
 
     def describe(self) -> dict[int, RankDescription]:
         """Return the ranks' descriptions, by rank; blocks while the ranks digest their weights."""

@@ -116,13 +116,7 @@ def _refused(option: object, value: object) -> Options:
 
 
 def may_share(request: Any, share: Share) -> bool:
-    """Whether this request may share, in either direction."""
-    if request.lora_request is not None:
-        return False  # an adapter's name does not identify its contents
-    if request.mm_features:
-        return False  # an image's name may be chosen by the client
-    if request.prompt_embeds is not None:
-        return False  # the hash leaves out which positions are token ids and which embeddings
+    """Whether this request's client, and the operator, have its blocks shared."""
     if share is Share.SALTED_ONLY and not request.cache_salt:  # vLLM's hash leaves an empty one out
         return False
     return options_of(request).share

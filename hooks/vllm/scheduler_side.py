@@ -27,6 +27,7 @@ from kvshm.halves import (
 from ..log_lines import HookLine
 from .call_stack import callers_with
 from .combination import Combination
+from .contents import Contents
 from .epochs import Epochs
 from .exports.block_tracker import BlockTracker
 from .exports.free_order import FreeOrder
@@ -76,8 +77,9 @@ class SchedulerSide:
         on_shutdown_signal(lambda: self.cache.leave(LEAVE_SECONDS))
         ranks = int(vllm_config.parallel_config.world_size)
         tracer = tracer_for(vllm_config, self.cache, self._block_size)
+        contents = Contents(vllm_config, self._block_size, config.trust_item_ids)
         self.importer = RequestImporter(
-            self.cache, config, self._block_size, ranks, time.monotonic, tracer
+            self.cache, config, self._block_size, ranks, time.monotonic, tracer, contents
         )
         self.prompts = PromptTokens(self.cache, self.importer.imports, self._block_size)
         self._option_checks = OptionChecks(self.cache)
@@ -89,7 +91,9 @@ class SchedulerSide:
         self._idle_since: float | None = None  # None: the last step had a forward pass
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
-        fields = partial(scheduler_fields, vllm_config, kv_cache_config)
+        fields = partial(
+            scheduler_fields, vllm_config, kv_cache_config, trusts_ids=config.trust_item_ids
+        )
         self.epochs = Epochs(self.cache, config, ranks, fields, self._epoch_ended)
 
     # -- start
@@ -174,6 +178,9 @@ class SchedulerSide:
     ) -> None:
         """The ranks have started, and have ``described`` themselves by pipeline and tensor rank.
         ``may_write`` is called before later calls of the ranks that may write weights."""
+        contents = self.importer.contents
+        for core in callers_with("preprocess_add_request") if contents.wanted else ():
+            contents.watch(core)
         by_rank = dict(enumerate(described[key] for key in sorted(described)))
         own = bool(by_rank) and all(isinstance(d, RankDescription) for d in by_rank.values())
         self.epochs.started(by_rank if own else None, Ranks.of_caller(), may_write)
@@ -187,12 +194,17 @@ class SchedulerSide:
     # -- requests
 
     def new_request(self, request: Any) -> None:
+        adapters = self.importer.contents.adapters
+        if adapters is not None and request.lora_request is not None:
+            adapters.arrived(request)
         if self.tracker is not None:
             self.tracker.track(request)
         self._option_checks.check(request)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
         """Returns what the request's answer is to contain, if it has asked."""
+        if (adapters := self.importer.contents.adapters) is not None:
+            adapters.finished(request)
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
@@ -415,6 +427,8 @@ class SchedulerSide:
         if report.attached:
             self.importer.peers.attached.update(report.attached)
             self.cache.planner.attached(self.importer.peers.everywhere)
+        if report.adapters and (adapters := self.importer.contents.adapters) is not None:
+            adapters.learn(report.adapters)
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:

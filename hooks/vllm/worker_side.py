@@ -24,6 +24,7 @@ from kvshm.interfaces import SupportsAdopt, TransportClass, choose_transport
 
 from ..log_lines import HookLine
 from ..weights import WeightsUnknown
+from .adapters import AdapterDigests, Loaded
 from .call_stack import callers_with
 from .identity.fields import rank_fields
 from .identity.groups import is_single_full_attention
@@ -60,6 +61,9 @@ class WorkerSide:
         self._placement: Placement | str = "the KV cache was not registered"
         """Where the blocks lie; before they can be shared, and if they cannot be, the reason."""
         self._weights = RankWeights(config.weights_check_seconds, self._weights_written)
+        self._weights.adapters = AdapterDigests(
+            self._rank, self._adapter_loaded, self._weights_load
+        )
         self._could_not_open = False
         self._cache: RankHalf | None = None
         """None while ``_placement`` is a reason."""
@@ -88,6 +92,8 @@ class WorkerSide:
             return
         # vLLM gives the model to no connector, but the caller is the model runner, which has it.
         self._weights.find(callers_with("get_model"), self._weights_load, unmapping)
+        for runner in callers_with("lora_manager"):
+            self._weights.adapters.watch(runner.lora_manager)
         try:
             self._cache = self._open(placement)
         except TransportError as exc:
@@ -103,6 +109,14 @@ class WorkerSide:
         """End the epoch before new weights are loaded, of which the scheduler does not know."""
         self._next_report().weights_changed = True
         self.weights_change()
+
+    def adapters(self) -> Loaded:
+        """Return what this rank has loaded of adapters."""
+        return self._weights.adapters.known()
+
+    def _adapter_loaded(self, loaded: Loaded) -> None:
+        for rank, digests in loaded.items():
+            self._next_report().adapters.setdefault(rank, {}).update(digests)
 
     def weights_change(self) -> None:
         """End the epoch: the weights are about to change, or may be."""

@@ -37,7 +37,11 @@ ROPE = _field("rope", "The cache holds keys that are already rotated by their po
 MODEL_CONFIG = _field(
     "model_config", "The rest of the model's configuration with all overrides: epsilons, scales."
 )
-LORA = _field("lora", "An engine with adapters runs other kernels, even for requests without one.")
+LORA = _field(
+    "lora",
+    "An engine with adapters runs other kernels, even for requests without one. The adapters "
+    "themselves are compared by their contents, request by request.",
+)
 WEIGHTS = _field(
     "weights",
     "Digest of every parameter and buffer (FP8 scales of the cache are among them), and of the "
@@ -55,7 +59,9 @@ SPECULATIVE = _field(
     "(ngram, suffix) changes no block and counts as `off`.",
 )
 MULTIMODAL = _field(
-    "multimodal", "A block hash covers an image, but not how the model preprocesses the image."
+    "multimodal",
+    "How images and other items are encoded; with `KVSHM_TRUST_ITEM_IDS` also the model's path, "
+    "because identifiers do not cover how an item is preprocessed.",
 )
 BLOCK_SIZE = _field("block_size", "How many tokens a block and a hash cover.")
 BATCH_INVARIANT = _field(

@@ -134,7 +134,7 @@ MISS_NOT_IMPORTING = Counter(
 MISS_NOT_SHARED = Counter(
     14,
     "miss_not_shared",
-    "Prompts of requests that may not share: options, an adapter, an image, no salt.",
+    "Prompts of requests that may not share: options, unknown contents of inputs, no salt.",
 )
 MISS_FAILED = Counter(
     15, "miss_failed", "Prompts of requests whose earlier import failed; each is tried once."

@@ -58,6 +58,7 @@ def test_every_value_is_read() -> None:
             "KVSHM_WEIGHTS_CHECK_SECONDS": "0.5",
             "KVSHM_READ_ONLY_CALLS": "tell, my_stats",
             "KVSHM_TRANSPORT": "carrier-pigeon_2.0",
+            "KVSHM_TRUST_ITEM_IDS": "1",
             "KVSHM_BESIDE": "1",
             "KVSHM_UNTESTED": "1",
             "KVSHM_LOG_LEVEL": "debug",
@@ -78,6 +79,7 @@ def test_every_value_is_read() -> None:
     assert (config.weights_check_seconds, config.read_only_calls) == (0.5, "tell,my_stats")
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
     assert not config.duplicates_first
+    assert config.trust_item_ids
     assert (config.staging, config.beside, config.untested) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
     assert config.join_wait_ms == 30.0

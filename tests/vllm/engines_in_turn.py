@@ -173,6 +173,10 @@ class Turns:
             gc.collect()
         self._ended.close()
 
+    def load(self, adapter: Mapping[str, Any]) -> None:
+        """As vLLM's own server loads one: before it is asked for."""
+        assert self._llm.llm_engine.add_lora(adapter_of(adapter))
+
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One chunk of a stream of completions that holds all tokens."""
         from vllm import SamplingParams
@@ -181,15 +185,43 @@ class Turns:
         # As vLLM's own server passes them on.
         extra = {"kv_transfer_params": params} if (params := body.get("kv_transfer_params")) else {}
         asked = SamplingParams(logprobs=body["logprobs"], extra_args=extra, **how)
-        prompt = {"prompt_token_ids": body["prompt"]}
-        (answered,) = self._llm.generate([prompt], asked, use_tqdm=False)
+        adapter = adapter_of(body["adapter"]) if "adapter" in body else None
+        (answered,) = self._llm.generate(
+            [prompt_of(body)], asked, use_tqdm=False, lora_request=adapter
+        )
         said = answered.outputs[0]
         tops = [{f"token_id:{t}": p.logprob for t, p in top.items()} for top in said.logprobs]
         choice = {"token_ids": list(said.token_ids), "text": said.text}
         return {
             "choices": [{**choice, "logprobs": {"top_logprobs": tops}}],
-            "usage": {"prompt_tokens": len(body["prompt"])},
+            "usage": {"prompt_tokens": len(answered.prompt_token_ids)},
         }
+
+
+def adapter_of(said: Mapping[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**said)
+
+
+def prompt_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """``pictures``: seeds of those that take the places of placeholders; ``ids``: what the client
+    calls them."""
+    prompt: dict[str, Any] = {"prompt_token_ids": body["prompt"]}
+    if seeds := body.get("pictures"):
+        prompt["multi_modal_data"] = {"image": list(map(picture, seeds))}
+    if ids := body.get("ids"):
+        prompt["multi_modal_uuids"] = {"image": ids}
+    return prompt
+
+
+def picture(seed: int) -> Any:
+    """Large squares of random colours."""
+    import numpy as np
+    from PIL import Image
+
+    colours = np.random.default_rng(seed).integers(0, 255, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(colours).resize((336, 336), Image.Resampling.NEAREST)
 
 
 def metrics() -> str:
@@ -209,6 +241,9 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
                 self._answer(f"data: {json.dumps(turns.complete(body))}\n\n")
             elif self.path == "/begin":
                 self._answer(json.dumps(turns.begin(**body)))
+            elif self.path == "/load":
+                turns.load(body)
+                self._answer("")
             elif self.path == "/wrong":
                 turns.wrong.group, turns.wrong.kind = body["group"], body.get("kind", "")
                 self._answer("")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,9 +69,19 @@ def calls_of_a_start(config: VllmConfig) -> Calls:
         return mock.patch.object(owner, name, note)
 
     with ExitStack() as patched:
-        same_process = dict.fromkeys(FOR_THE_PROCESS, lambda: None)
-        patched.enter_context(mock.patch.multiple(core_module, **same_process))
         for name, owner in NOTED.items():
             patched.enter_context(noting(owner, name))
-        EngineCore(config, WithoutWorkers, log_stats=False).shutdown()
+        patched.enter_context(started_core(config))
     return calls
+
+
+@contextmanager
+def started_core(config: VllmConfig) -> Iterator[EngineCore]:
+    """An EngineCore that has started; it ends with the context."""
+    same_process = dict.fromkeys(FOR_THE_PROCESS, lambda: None)
+    with mock.patch.multiple(core_module, **same_process):
+        core = EngineCore(config, WithoutWorkers, log_stats=False)
+    try:
+        yield core
+    finally:
+        core.shutdown()

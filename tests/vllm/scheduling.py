@@ -122,6 +122,23 @@ class Sent:
         return self.output.kv_connector_metadata
 
 
+class PlayedExecutor:
+    """Stands for vLLM's, with one rank that loads adapters; the path of one is its contents."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, bytes] = {}
+        self.fails = False
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), **_: Any
+    ) -> list[Any]:
+        if method == "add_lora":
+            self.loaded[args[0].lora_int_id] = args[0].lora_path.encode()
+        if self.fails:
+            raise OSError("a rank could not")
+        return [{0: dict(self.loaded)} if "adapters" in args else None]
+
+
 @dataclass
 class DrivenEngine:
     """Scheduler and hand-played workers."""
@@ -135,9 +152,13 @@ class DrivenEngine:
     cache: KVCacheConfig | None = None
     rank: RankDescription | None = None
     outputs: Any = field(init=False)
+    model_executor: PlayedExecutor = field(init=False)
+    """Of an engine with LoRA."""
     tokens: Any = field(default_factory=lambda: itertools.count(1000))
 
     def __post_init__(self) -> None:
+        if self.config.lora_config is not None:
+            self.model_executor = PlayedExecutor()
         cache = self.cache or imagined_cache(self.num_blocks)
         self.config.cache_config.num_gpu_blocks = self.num_blocks
         kind = AsyncScheduler if self.asynchronous else Scheduler
@@ -194,8 +215,12 @@ class DrivenEngine:
         request = Request(
             name, prompt, params, pooling_params=None, block_hasher=self.hasher, **extra
         )
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(self.preprocess_add_request(request)[0])
         return request
+
+    def preprocess_add_request(self, request: Request) -> tuple[Request, int]:
+        """What vLLM's core does with a request before its scheduler gets it; hooks wrap this."""
+        return request, 0
 
     def continue_session(self, name: str, tokens: list[int], **more: Any) -> None:
         """The client of a resumable request sends its next input."""

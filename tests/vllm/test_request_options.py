@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
@@ -234,26 +233,6 @@ def test_an_input_of_a_session_that_says_nothing_is_shared(engine: Make) -> None
     for _ in range(3):
         e.step()
     assert len(e.ready()) == 4
-
-
-def test_a_prompt_with_embeddings_is_not_shared(engine: Make) -> None:
-    """Two such prompts with equal hashes: one takes its tokens as tokens, the other does not."""
-    e = engine()
-    embeddings = torch.zeros(2 * BLOCK_SIZE, 8)
-    asked = []
-    for name, is_token in (("tokens", True), ("embeddings", False)):
-        mask = [is_token] * (2 * BLOCK_SIZE - 1) + [True]
-        extra: Any = {"prompt_embeds": embeddings, "prompt_is_token_ids": mask}
-        asked.append(e.add(name, [0] * (2 * BLOCK_SIZE - 1) + [7], max_tokens=1, **extra))
-    assert asked[0].block_hashes == asked[1].block_hashes
-    e.step()
-    e.step()
-    assert not e.ready()
-    assert not any(may_share(one, Share.ALL) for one in asked)
-    e.add("r", prompt(2), max_tokens=1)  # others go on sharing
-    e.step()
-    e.step()
-    assert len(e.ready()) == 2
 
 
 def test_many_odd_keys_cost_little_when_they_come_again() -> None:

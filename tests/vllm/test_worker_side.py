@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 import torch
 from torch.nn import Module
+from vllm.lora.request import LoRARequest
 
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport
@@ -23,6 +24,7 @@ from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import MemoryInUse, TransportError
 from kvshm.hooks.vllm import worker_side as worker_side_module
+from kvshm.hooks.vllm.adapters import AdapterDigests
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.layout import Placement
 from kvshm.hooks.vllm.identity.rank_weights import RankWeights
@@ -219,6 +221,25 @@ def test_what_comes_up_between_quiet_steps_is_reported_with_the_next(
     connector.hook_failed("some hook", ValueError())
     assert step(connector, QuietStep(6))[2].failed
     assert step(connector, QuietStep(7))[2] == QuietReport(7)
+
+
+def test_a_loaded_adapter_is_reported_with_the_next_step_and_to_who_asks(
+    connector: KvshmConnector,
+) -> None:
+    side = connector._worker
+    assert side is not None
+    digests = AdapterDigests(Rank(0), side._adapter_loaded, side._weights_load)
+    side._weights.adapters = digests
+    step(connector, StepMetadata(1))
+    digests._take(LoRARequest("name", 7, "path"), SimpleNamespace(loras={}))
+    digests._take(LoRARequest("name", 8, "path"), SimpleNamespace(loras={}))
+    known = digests.known()
+    assert known[0].keys() == {7, 8}
+    report = step(connector, QuietStep(2))[2]
+    assert report.adapters == connector.answer_scheduler("adapters") == known
+    both = report.aggregate(RankReport(2, adapters={1: {7: b"x"}}))
+    assert both.adapters == {**known, 1: {7: b"x"}}
+    assert not step(connector, QuietStep(3))[2].adapters
 
 
 def test_no_step_is_quiet_while_a_load_is_under_way(connector: KvshmConnector) -> None:

@@ -72,10 +72,13 @@ def rank_fields(
 
 
 def scheduler_fields(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Sequence[dict[str, str]]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    ranks: Sequence[dict[str, str]],
+    trusts_ids: bool = False,
 ) -> dict[str, str]:
-    """Return all fields but NONE_HASH.  ``ranks``: the ranks' fields in rank order.  EngineCore
-    process; reads only."""
+    """Return all fields but NONE_HASH.  ``ranks``: the ranks' fields in rank order;
+    ``trusts_ids``: KVSHM_TRUST_ITEM_IDS.  EngineCore process; reads only."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     own = {
         names.KVSHM_ABI: abi(),
@@ -88,7 +91,7 @@ def scheduler_fields(
         names.KV_DTYPE: _kv_dtype(cache, str(model.dtype)),
         names.LORA: _on_or_off(vllm_config.lora_config is not None),
         names.SPECULATIVE: _speculative(vllm_config.speculative_config),
-        names.MULTIMODAL: _multimodal(model),
+        names.MULTIMODAL: _multimodal(model, trusts_ids),
         names.BLOCK_SIZE: f"{cache.block_size}, hashed {kv_cache_config.hash_block_size}",
         names.LAYOUT: str(kv_cache_config.kv_cache_layout),
         names.PARALLEL: _parallel(vllm_config.parallel_config),
@@ -191,6 +194,7 @@ def _speculative(config: Any) -> str:
 _GRAPH = "a graph replays the kernels that run without it; batches of any size occur anyway"
 _NOTES = "says where something is stored or recorded, not what is computed"
 _LAYERS = "the layers themselves, a field of their own"
+_CACHE = "how processed inputs travel, and where they are kept"
 
 _LEFT_OUT = {
     "CompilationConfig": {
@@ -230,6 +234,19 @@ _LEFT_OUT = {
         "backend": "what was chosen is a field of its own",
         "backend_per_kind": "what was chosen is a field of its own",
     },
+    "LoRAConfig": {
+        "max_cpu_loras": "how many adapters are kept",
+    },
+    "MultiModalConfig": {
+        "limit_per_prompt": "how many inputs a prompt may have",
+        "mm_processor_cache_gb": _CACHE,
+        "mm_processor_cache_type": _CACHE,
+        "mm_shm_cache_max_object_size_mb": _CACHE,
+        "mm_hasher_algorithm": _CACHE,
+        "mm_tensor_ipc": _CACHE,
+        "mm_ipc_gpu_memory_gb": _CACHE,
+        "skip_mm_profiling": "how memory is measured at the start",
+    },
 }
 """Values that change no block, and why, by configuration.  All others count, new ones too."""
 
@@ -253,12 +270,20 @@ def _settings(config: Any) -> dict[str, object]:
     return {n: getattr(config, n) for n in config.__dataclass_fields__ if n not in left_out}
 
 
-def _multimodal(model: Any) -> str:
-    """The path of a multimodal model, because hashes of its inputs do not cover its preprocessing
-    files."""
+def _multimodal(model: Any, trusts_ids: bool) -> str:
+    """How the model's other inputs are encoded.  Digests of what it gets cover how they were
+    processed; identifiers do not: with these the model's path and revision count."""
     if not model.is_multimodal_model:
         return "none"
-    return _short([str(model.model), str(model.revision), model.multimodal_config])
+    encoding = _settings(model.multimodal_config)
+    if trusts_ids:
+        return f"by identifier {_short([str(model.model), str(model.revision), encoding])}"
+    return f"by contents {_short(encoding)}"
+
+
+def adapter_kernels(lora_config: Any) -> str:
+    """How an engine computes with adapters: requests without one do not depend on it."""
+    return _short(_settings(lora_config))
 
 
 def _parallel(config: Any) -> str:

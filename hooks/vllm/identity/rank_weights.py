@@ -10,6 +10,7 @@ import torch
 
 from ...weights import Place, WeightsUnknown, hook_tables, model_code
 from ...witness import WeightWitness
+from ..adapters import AdapterDigests
 from .fields import find_draft, find_model
 from .weights import watch_weights, weight_places
 
@@ -23,6 +24,8 @@ class RankWeights:
         self.models: list[torch.nn.Module] = []
         """The worker's model and, if any, the model that drafts for it, whose layers have a part in
         each block; empty if the former was not found."""
+        self.adapters: AdapterDigests
+        """What it has loaded beside them; set by this object's owner."""
         self.described = True  # whether the last description still fits the weights
         self.written = ""  # a parameter that was found written and is not reported yet
         self._tell = written

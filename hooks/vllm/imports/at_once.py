@@ -99,10 +99,13 @@ class AtOnce:
 
     @staticmethod
     def can_undo(request: Any) -> bool:
-        """Whether dropping a sampled token has no effect on later ones.  With a seed it may: the
-        model runner may keep a generator that is then one draw ahead."""
+        """Whether a request that has begun on top of its import can begin again.  With a seed a
+        dropped token may have an effect on later ones: the model runner may keep a generator that
+        is then one draw ahead.  And vLLM sends its workers no image in a prefix that is there."""
         drawn = request.sampling_params.sampling_type.name == "RANDOM_SEED"
-        return not drawn and all(hasattr(request, name) for name in _OF_REQUEST)
+        return not (drawn or request.mm_features) and all(
+            hasattr(request, name) for name in _OF_REQUEST
+        )
 
     def accepts(self, seconds: float, alone: bool) -> bool:
         """Whether the step being built may wait for one more copy, of an estimated ``seconds``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from kvshm.halves import (
     SchedulerHalf,
 )
 
+from ..contents import Contents
 from ..request_options import may_share
 from .at_once import AtOnce, ReadyPeers
 from .held_requests import HeldRequests
@@ -65,10 +65,11 @@ class RequestImporter:
         config: Config,
         block_size: int,
         num_ranks: int,
-        clock: Callable[[], float] = time.monotonic,
-        tracer: ImportTracer | None = None,
+        clock: Callable[[], float],
+        tracer: ImportTracer | None,
+        contents: Contents,
     ) -> None:
-        self._cache, self._config = cache, config
+        self._cache, self._config, self.contents = cache, config, contents
         self._block_size = block_size  # tokens per hash
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
@@ -237,7 +238,7 @@ class RequestImporter:
 
     def may_share(self, request: Any) -> bool:
         """Whether this request may share, in either direction."""
-        return may_share(request, self._config.share)
+        return may_share(request, self._config.share) and self.contents.covered(request)
 
     # -- allocation
 

@@ -35,15 +35,16 @@ class Lookups:
         if self.groups.is_single_full_attention:
             return self._planner.lookup(hashes, start, stop)
         answer = import_.answer
-        if answer is None or not self._holds(answer, (start, stop)):
+        asked = (start, stop, hashes[stop - 1])  # the last: an adapter that changes changes it
+        if answer is None or not self._holds(answer, asked):
             plan = self._planner.lookup(hashes, start, stop)
             until = self._clock() + (AGAIN_SECONDS if plan is None else KEPT_SECONDS)
             common = self._planner.common_prefix * self._block_size
-            import_.answer = answer = Answer(until, (start, stop), plan, common)
+            import_.answer = answer = Answer(until, asked, plan, common)
         self._keep_windows(import_.request, answer.plan, answer.common)
         return answer.plan
 
-    def _holds(self, answer: Answer, asked: tuple[int, int]) -> bool:
+    def _holds(self, answer: Answer, asked: tuple[int, int, bytes]) -> bool:
         if self._clock() >= answer.until:
             return False
         plan = answer.plan
@@ -76,5 +77,5 @@ class Lookups:
         if not decision.worth and not self.groups.is_single_full_attention:
             until = self._clock() + AGAIN_SECONDS
             common = getattr(import_.request, "shared_prefix_boundary", 0)
-            import_.answer = Answer(until, (0, 0), None, common)
+            import_.answer = Answer(until, (0, 0, b""), None, common)
         return decision.worth

@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     """What a request's last search has found."""
 
     until: float  # when it may be used again
-    asked: tuple[int, int]  # ``start`` and ``stop`` of the search
+    asked: tuple[int, int, bytes]  # ``start`` and ``stop`` of the search, its last hash
     plan: Plan | None
     common: int  # tokens where windows are to be kept although nothing is imported
 

@@ -1,0 +1,224 @@
+"""LoRA adapters by their contents: which the ranks compute with, and keys that hold them.
+
+vLLM's block hashes hold an adapter's name and path.  Another engine may use these for other
+contents, and so may this one: vLLM hits blocks of before when an adapter is loaded anew from its
+path.  So each rank digests what it loads, and vLLM hashes a request with the digest instead::
+
+    rank        loads an adapter, digests it, and tells the scheduler: with the step that loaded it,
+                or as the answer after the call that did
+    scheduler   hashes requests of an adapter that all ranks have told of with its digest; others
+                as vLLM does, and they are not shared
+
+A request whose adapter changes under it goes on with keys of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, TypeAlias
+
+from .digests import digest_of
+
+Loaded: TypeAlias = dict[int, dict[int, bytes]]
+"""By rank and adapter, the digest of what the rank has loaded; empty if it cannot be digested."""
+
+LOADING, REMOVING = "add_lora", "remove_lora"
+"""vLLM's calls of the ranks."""
+
+
+class AdapterDigests:
+    """What one rank has loaded.  The worker's main thread."""
+
+    def __init__(
+        self, rank: int, loaded: Callable[[Loaded], None], changed: Callable[[], None]
+    ) -> None:
+        """``loaded``: called with an adapter that was loaded, before it is used; ``changed``:
+        before that, if it took the place of another one and no call has announced that."""
+        self._rank, self._loaded, self._changed = rank, loaded, changed
+        self._known: dict[int, bytes] = {}
+
+    def watch(self, manager: Any) -> None:
+        """Digest all that vLLM's manager of adapters loads from now on.  Idempotent."""
+        original: Callable[[Any], Any] = manager._load_adapter
+        if getattr(original, "kvshm", False):
+            return
+
+        @wraps(original)
+        def load_adapter(lora_request: Any) -> Any:
+            adapter = original(lora_request)
+            self._take(lora_request, adapter)
+            return adapter
+
+        load_adapter.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
+        manager._load_adapter = load_adapter
+
+    def _take(self, lora_request: Any, adapter: Any) -> None:
+        number = int(lora_request.lora_int_id)
+        try:
+            digest = digest_of(_plain(adapter))
+        except Exception:  # any: its requests are not shared
+            digest = b""
+        before, self._known[number] = self._known.get(number, digest), digest
+        if digest != before and not lora_request.load_inplace:
+            self._changed()
+        self._loaded({self._rank: {number: digest}})
+
+    def known(self) -> Loaded:
+        """Return all that was loaded."""
+        return {self._rank: dict(self._known)}
+
+
+def _plain(adapter: Any) -> dict[str, Any]:
+    """All that vLLM keeps of an adapter that it has just loaded, but for its number here."""
+    about = {name: value for name, value in vars(adapter).items() if name != "id"}
+    for parts in ("loras", "modules_to_save"):
+        about[parts] = {name: vars(layer) for name, layer in about.get(parts, {}).items()}
+    return about
+
+
+class AdapterKey:
+    """Stands for an adapter in vLLM's block hashes.  No name of an adapter is bytes."""
+
+    __slots__ = ("lora_name", "lora_path")
+
+    def __init__(self, digest: bytes) -> None:
+        self.lora_name, self.lora_path = digest, b""
+
+
+class _Seen:
+    """A request as vLLM's hasher sees it."""
+
+    __slots__ = ("_request", "lora_request")
+
+    def __init__(self, request: Any, key: AdapterKey) -> None:
+        self._request, self.lora_request = request, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+class ContentHasher:
+    """Hashes a request with the digest of its adapter in place of name and path."""
+
+    __slots__ = ("_key", "digest", "original")
+
+    def __init__(self, original: Callable[[Any], Any], digest: bytes) -> None:
+        self.original, self.digest, self._key = original, digest, AdapterKey(digest)
+
+    def __call__(self, request: Any) -> Any:
+        return self.original(_Seen(request, self._key))
+
+
+class Adapters:
+    """What the ranks have loaded, and the requests that it concerns.  Scheduler's thread, but for
+    ``rehash``."""
+
+    def __init__(self, num_ranks: int, kernels: str, block_size: int) -> None:
+        """``kernels``: how they compute with adapters; ``block_size``: tokens per hash."""
+        self._num_ranks, self._kernels, self._block_size = num_ranks, kernels, block_size
+        self._loaded: Loaded = {}
+        self._digests: dict[int, bytes] = {}
+        """Of adapters that all ranks have told of."""
+        self._requests: dict[str, Any] = {}
+
+    # -- requests
+
+    def rehash(self, request: Any) -> None:
+        """Hash a request by the contents of its adapter if they are known, else as vLLM does.
+        Before it has blocks; any thread."""
+        adapter, hasher = request.lora_request, request._block_hasher
+        digest = None if adapter.load_inplace else self._digests.get(adapter.lora_int_id)
+        original = hasher.original if type(hasher) is ContentHasher else hasher
+        request._block_hasher = original if digest is None else ContentHasher(original, digest)
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def covers(self, request: Any) -> bool:
+        """Whether a request's hashes hold what its adapter is now."""
+        hasher = request._block_hasher
+        known = self._digests.get(request.lora_request.lora_int_id)
+        return type(hasher) is ContentHasher and hasher.digest == known
+
+    def arrived(self, request: Any) -> None:
+        """The scheduler has got a request with an adapter."""
+        self._requests[request.request_id] = request
+        if not self.covers(request):
+            self.rehash(request)  # the adapter may have changed since
+
+    def finished(self, request: Any) -> None:
+        """A request with an adapter has ended."""
+        self._requests.pop(request.request_id, None)
+
+    def _change(self, request: Any) -> None:
+        """Go on with a request whose adapter is another one now."""
+        placeholders = request.num_output_placeholders + len(request.spec_token_ids)
+        if not request.num_computed_tokens:
+            self.rehash(request)
+        elif type(hasher := request._block_hasher) is ContentHasher:
+            # Blocks that are begun, and all behind them, get keys that nobody else has.
+            computed = max(0, request.num_computed_tokens - placeholders)
+            request._block_hasher = ContentHasher(hasher.original, secrets.token_bytes(32))
+            del request.block_hashes[computed // self._block_size :]
+            request.update_block_hashes()
+
+    # -- what the ranks have loaded
+
+    def learn(self, loaded: Loaded) -> None:
+        """Take what ranks have loaded."""
+        for rank, digests in loaded.items():
+            self._loaded.setdefault(rank, {}).update(digests)
+        for number in {number for digests in loaded.values() for number in digests}:
+            self._settle(number)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """The ranks have removed these adapters, and may load others with their numbers."""
+        for number in list(numbers):
+            for digests in self._loaded.values():
+                digests.pop(number, None)
+            self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        parts = [self._loaded[rank].get(number) for rank in sorted(self._loaded)]
+        known = len(parts) == self._num_ranks and all(parts)
+        digest = digest_of([self._kernels, parts]) if known else None
+        if digest == self._digests.get(number):
+            return
+        self._digests.pop(number, None)
+        if digest is not None:
+            self._digests[number] = digest
+        for request in self._requests.values():
+            if request.lora_request.lora_int_id == number:
+                self._change(request)
+
+    def watch(self, executor: Any, ask: Callable[[], Iterable[Loaded | None]]) -> None:
+        """Learn what calls of the ranks load and remove.  ``ask``: what each has loaded."""
+        original: Callable[..., Any] = executor.collective_rpc
+
+        @wraps(original)
+        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(method) is not str or method not in (LOADING, REMOVING):
+                return original(method, *args, **kwargs)
+            try:
+                return original(method, *args, **kwargs)
+            finally:  # some ranks may have, even if others could not
+                self._called(method, ask, args, kwargs)
+
+        executor.collective_rpc = collective_rpc
+
+    def _called(
+        self,
+        method: str,
+        ask: Callable[[], Iterable[Loaded | None]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        try:
+            if method == REMOVING:
+                self.forget(kwargs["args"] if "args" in kwargs else args[1])
+            else:
+                for loaded in ask():
+                    self.learn(loaded or {})
+        except Exception:  # any: nothing is known of any adapter
+            self.forget(self._digests)
