@@ -12,10 +12,12 @@ from functools import partial
 
 from kvshm._base.log import logger
 from kvshm.config import Config
+from kvshm.errors import TransportError
 from kvshm.halves import HOOK_ERRORS, STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
 
 from ..log_lines import HookLine
 from .descriptions import RankDescriptions
+from .expert_ranks import AllShares, board_at
 from .identity.fields import with_none_hash
 from .messages import RankDescription, RankReport
 from .ranks import Descriptions, Ranks
@@ -26,6 +28,7 @@ MOST_NAMED = 100
 """Calls of the ranks that the log names; further ones are not named."""
 
 Fields = Callable[[list[dict[str, str]]], dict[str, str]]
+NewFields = Callable[[], dict[str, str] | None]
 
 
 class Epochs:
@@ -51,6 +54,8 @@ class Epochs:
         self.ranks: Ranks | None = None
         self.off = False
         """Whether a hook has failed."""
+        self.experts: AllShares | None = None
+        """Those of the present epoch, if ranks of other engines hold some."""
         self._announced: int | None = None
         """The last epoch that the ranks were asked to open."""
 
@@ -99,6 +104,7 @@ class Epochs:
         self._cache.end_epoch()
         self._on_end()
         self.descriptions.forget()
+        self.experts = None
 
     # -- steps
 
@@ -136,6 +142,12 @@ class Epochs:
         if report.step:
             self.check(report.step)
 
+    def check_experts(self) -> None:
+        """End the epoch if experts that other engines hold have changed.  Costs next to nothing
+        without such."""
+        if self.experts is not None and self.experts.changed():
+            self.reset(soon=False)
+
     def unanswered(self) -> None:
         """No worker runs kvshm's connector: a step has ended without a report."""
         self.descriptions.unanswered()
@@ -157,6 +169,13 @@ class Epochs:
             self._cache.decline(refusal)
             self._end()
             return
-        fields = self._fields([d.fields for d in ordered])
-        infos = [d.info for d in ordered if d.info]
-        self._cache.open_epoch(infos, partial(with_none_hash, fields))
+        fields: NewFields = partial(with_none_hash, self._fields([d.fields for d in ordered]))
+        if (place := ordered[0].board) is not None:
+            try:
+                self.experts = AllShares(board_at(*place), fields, self._cache.decline)
+            except TransportError as exc:
+                self._cache.decline(str(exc))
+                self._end()
+                return
+            fields = self.experts.fields
+        self._cache.open_epoch([d.info for d in ordered if d.info], fields)

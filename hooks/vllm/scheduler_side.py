@@ -259,6 +259,7 @@ class SchedulerSide:
         """Return the ranks' work for the step that is dispatched next, mostly none: retracts the
         blocks that it writes, and waits for leases within the drain budget."""
         self._step += 1
+        self.epochs.check_experts()
         tokens = output.total_num_scheduled_tokens
         new, vllm = output.scheduled_new_reqs, self._vllm
         if new and vllm is not None:
@@ -374,6 +375,7 @@ class SchedulerSide:
     ) -> None:
         """Handle a step's output.  ``invalid``: blocks that loads failed to fill, also those of
         other connectors.  Leaves in ``finished`` only what vLLM awaits."""
+        self.epochs.check_experts()  # first: the step may have computed with others' new experts
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return

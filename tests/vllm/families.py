@@ -111,6 +111,13 @@ def write_gemma4(directory: Path) -> Path:
     )
 
 
+def write_qwen3_moe(directory: Path, **architecture: Any) -> Path:
+    """Six experts in every layer, of which each token takes two."""
+    shape = {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 128, "norm_topk_prob": True}
+    return _write(directory, "Qwen3MoeConfig", **shape | experts | architecture)
+
+
 @dataclass(frozen=True)
 class Family:
     """A tiny model and how its engine is started."""

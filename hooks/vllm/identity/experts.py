@@ -1,0 +1,127 @@
+"""A digest of the experts of a mixture that does not depend on where they lie.
+
+A block's bytes depend on every expert, whichever rank holds it: the ranks send each other tokens,
+not weights.  So each rank digests the experts that it holds one by one, by their numbers in the
+model, and the digests of all ranks are added up:
+
+    rank 0: experts 0 1 2  ->  share 0 \
+                                          sum: the model's experts, whoever holds them
+    rank 1: experts 3 4 5  ->  share 1 /
+
+Of an expert that is divided among ranks, each part counts by its number and that of the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import NamedTuple
+
+import torch
+
+from kvshm._base.fingerprint import EXPERTS
+
+from ...weights import digest_tensors, where
+
+SHARE_BYTES = 32
+NO_EXPERTS = bytes(SHARE_BYTES)
+PLACEMENT = (
+    "_expert_map",
+    "expert_mask",
+    "expert_global_to_physical",
+    "expert_physical_to_global",
+    "expert_local_to_global",
+)
+"""Buffers of vLLM's layers that only say where experts lie."""
+_NOT_BY_EXPERT = ("e_score_correction_bias", "hash_indices_table")
+"""Parameters that vLLM's layers also have, and that belong to the router."""
+
+
+class Held(NamedTuple):
+    """Tensors of one layer, each with one row per expert that this rank holds."""
+
+    layer: str
+    experts: list[int]
+    """The number in the model of the expert of each row."""
+    part: tuple[int, int]
+    """Which of how many parts of each expert the rank holds."""
+    tensors: dict[str, torch.Tensor]
+
+
+def held_experts(model: torch.nn.Module) -> list[Held]:
+    """Return the experts of each layer that has some."""
+    held = (_held(name, module) for name, module in sorted(model.named_modules()))
+    return [found for found in held if found is not None]
+
+
+def names_apart(held: Iterable[Held]) -> set[str]:
+    """Return the names of the tensors whose rows are experts, and of those that only say where
+    experts lie."""
+    return {f"{each.layer}.{key}" for each in held for key in (*each.tensors, *PLACEMENT)}
+
+
+def _held(name: str, module: torch.nn.Module) -> Held | None:
+    """What a layer of vLLM's class RoutedExperts holds; None for another module."""
+    config = getattr(module, "moe_config", None)
+    manager = getattr(module, "expert_map_manager", None)
+    if config is None or manager is None:
+        return None
+    experts = manager.get_local_expert_ids()
+    tensors = {
+        key: tensor.detach()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+        and key not in (*PLACEMENT, *_NOT_BY_EXPERT)
+        and tensor.ndim
+        and len(tensor) == len(experts)
+    }
+    parallel = config.moe_parallel_config
+    return Held(name, experts, (parallel.tp_rank, parallel.tp_size), tensors)
+
+
+def share_of(
+    held: Iterable[Held], digests: dict[object, bytes] | None = None, model: str = ""
+) -> bytes:
+    """Return the sum of the digests of what this rank holds, SHARE_BYTES long.  ``digests`` gets
+    one of each row; ``model`` tells the experts of several models apart.  Blocks while it reads
+    them.  Raises WeightsUnknown."""
+    found = list(held)
+    rows: dict[object, bytes] = {}
+    digest_tensors(
+        ((key, row) for each in found for key, rows_of in each.tensors.items() for row in rows_of),
+        rows,
+    )
+    if digests is not None:
+        digests.update(rows)
+    return total(
+        _expert(model, each, place, rows) for each in found for place in range(len(each.experts))
+    )
+
+
+def _expert(model: str, held: Held, place: int, rows: dict[object, bytes]) -> bytes:
+    digest = sha256(repr((model, held.layer, held.experts[place], held.part)).encode())
+    for key, tensor in sorted(held.tensors.items()):
+        row = tensor[place]
+        about = key, tuple(row.shape), row.stride(), str(row.dtype)
+        digest.update(repr(about).encode() + rows[where(row)])
+    return digest.digest()
+
+
+def total(shares: Iterable[bytes]) -> bytes:
+    """Return the sum, in whatever order; no two lists of digests that anybody can find have the
+    same."""
+    number = sum(int.from_bytes(share, "big") for share in shares)
+    return (number % (1 << 8 * SHARE_BYTES)).to_bytes(SHARE_BYTES, "big")
+
+
+def with_experts(fields: dict[str, str], shares: Iterable[bytes]) -> dict[str, str]:
+    """Return ``fields`` with EXPERTS, the sum of the ranks' ``shares`` of the model's experts."""
+    together = total(shares)
+    return {**fields, EXPERTS: "none" if together == NO_EXPERTS else together.hex()}
+
+
+def kernels(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return by which kernels each layer of ``model`` computes its experts, as far as known."""
+    methods = ((name, getattr(each, "quant_method", None)) for name, each in model.named_modules())
+    chosen = ((name, getattr(method, "moe_kernel", None)) for name, method in methods)
+    return [(name, type(k.fused_experts).__qualname__) for name, k in chosen if k]
