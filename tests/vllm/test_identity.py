@@ -109,6 +109,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ),
         ({}, {"compilation_config": {"cache_dir": "/elsewhere", "cudagraph_num_of_warmups": 2}}),
         ({}, {"kernel_config": {"enable_jit_warmup": False}}),
+        ({}, {"data_parallel_size": 2}),
+        ({}, {"data_parallel_size": 4, "enable_expert_parallel": True}),
+        ({}, {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency"}),
+        ({}, {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"}),
     ],
     ids=lambda value: " ".join(value) or "plain",
 )
@@ -161,6 +165,14 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
         ({"compilation_config": {"custom_ops": ["all"]}}, names.EXECUTION),
         ({"compilation_config": {"mode": 1}}, names.EXECUTION),
         ({"moe_backend": "triton"}, names.EXECUTION),
+        (
+            {
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "all2all_backend": "deepep_low_latency",
+            },
+            names.EXECUTION,
+        ),
         ({"enable_lora": True}, names.LORA),
         ({"block_size": 64}, names.BLOCK_SIZE),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, names.HASH_ALGORITHM),
