@@ -18,6 +18,7 @@ from kvshm.halves import HOOK_ERRORS, STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, 
 from ..log_lines import HookLine
 from .descriptions import RankDescriptions
 from .expert_ranks import AllShares, board_at
+from .identity.experts import rest_of
 from .identity.fields import with_none_hash
 from .messages import RankDescription, RankReport
 from .ranks import Descriptions, Ranks
@@ -172,7 +173,8 @@ class Epochs:
         fields: NewFields = partial(with_none_hash, self._fields([d.fields for d in ordered]))
         if (place := ordered[0].board) is not None:
             try:
-                self.experts = AllShares(board_at(*place), fields, self._cache.decline)
+                own = [rest_of(d.fields) for d in ordered]
+                self.experts = AllShares(board_at(*place), fields, own, self._cache.decline)
             except TransportError as exc:
                 self._cache.decline(str(exc))
                 self._end()

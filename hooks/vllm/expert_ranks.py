@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from kvshm._base.fingerprint import EXPERTS
+from kvshm.errors import TransportError
 from kvshm.halves import RankBoard
 
-from .identity.experts import with_experts
+from .identity.experts import SHARE_BYTES, rest_of, with_experts
 
 SECONDS = 60.0
 """How long an engine waits for the others' digests before it says so; it goes on looking."""
@@ -50,9 +52,12 @@ class OwnShare:
         if parallel_config.data_parallel_size == 1:  # as vLLM has it for models without experts
             return None
         # vLLM has connected all ranks of all engines; the first that asks chooses the name.
-        store = distributed_c10d._get_default_store()
-        name = store.compare_set(_NAME, "", secrets.token_hex(8)).decode()
-        ranks = torch.distributed.get_world_size()
+        try:
+            store = distributed_c10d._get_default_store()
+            name = store.compare_set(_NAME, "", secrets.token_hex(8)).decode()
+            ranks = torch.distributed.get_world_size()
+        except (ValueError, RuntimeError) as exc:  # whatever torch says
+            raise TransportError(f"the instance's other ranks cannot be found: {exc}") from exc
         board = RankBoard.named(run_dir, namespace, name, ranks)
         return cls(board, torch.distributed.get_rank())
 
@@ -69,9 +74,10 @@ class OwnShare:
         """Before the own weights are digested: from now on changes of the others' count."""
         self._cleared = self._board.times_cleared()
 
-    def show(self, share: bytes) -> None:
-        """Show the digest of the experts that this rank holds."""
-        self._board.show(self._rank, share)
+    def show(self, fields: Mapping[str, str]) -> None:
+        """Show the digests of what this rank holds, its fields of the fingerprint."""
+        share = bytes.fromhex(fields[EXPERTS])
+        self._board.show(self._rank, share + rest_of(fields))
 
     def hide(self) -> None:
         """The weights of this rank are about to change, or may have changed."""
@@ -91,12 +97,15 @@ class AllShares:
         self,
         board: RankBoard,
         fields: Callable[[], dict[str, str] | None],
+        own: Collection[bytes],
         missing: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``fields`` returns those of the fingerprint, with the own experts only; None while they
-        are not known.  ``missing`` is called once if ranks show nothing for SECONDS."""
+        are not known.  ``own``: what ``rest_of`` returns for each own rank.  ``missing`` is
+        called once if ranks show nothing for SECONDS."""
         self._board, self._fields, self._missing, self._clock = board, fields, missing, clock
+        self._own = own
         self._since: float | None = clock()
         self._entries: bytes | None = None  # what the fields were made of
 
@@ -112,7 +121,9 @@ class AllShares:
         if (fields := self._fields()) is None:
             return None
         self._entries = entries
-        return with_experts(fields, shares)
+        # Other ranks of a known layer of experts hold, besides their experts, what the own have.
+        unknown = {share[SHARE_BYTES:] for share in shares}.difference(self._own)
+        return with_experts(fields, [share[:SHARE_BYTES] for share in shares], unknown)
 
     def changed(self) -> bool:
         """Whether a rank has changed or hidden its digest since the fields were made."""

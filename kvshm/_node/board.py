@@ -3,7 +3,7 @@ the others hold, as the ranks of a mixture of experts do.
 
 A file in the run directory, which all of them map::
 
-    entry of rank 0:  times it was cleared (8) | digest (32) | check (8) | 0 (16)
+    entry of rank 0:  times it was cleared (8) | digest (64) | check (8) | 0 (48)
     entry of rank 1:  ...
 
 Nobody waits for anybody: an entry is there or not.  A reader that meets a write half done finds a
@@ -29,10 +29,10 @@ from kvshm.errors import TransportError
 
 from .locks import has_name
 
-DIGEST_BYTES = 32
+DIGEST_BYTES = 64
 MAKING_SECONDS = 5.0
 """How long a board may take to be locked after it was made."""
-_ENTRY = struct.Struct("<Q32s8s16x")
+_ENTRY = struct.Struct("<Q64s8s48x")
 _CLEARED = struct.Struct("<Q")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

@@ -16,6 +16,9 @@ pytest.importorskip("vllm")
 
 import torch
 from torch.distributed import distributed_c10d
+from vllm.config import ParallelConfig
+from vllm.distributed import parallel_state
+from vllm.v1.engine.core import EngineCoreProc
 
 from kvshm._node.board import RankBoard
 from kvshm.errors import TransportError
@@ -23,6 +26,7 @@ from kvshm.hooks.vllm import expert_ranks
 from kvshm.hooks.vllm import worker_side as worker_side_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.expert_ranks import AllShares, OwnShare
+from kvshm.hooks.vllm.identity.experts import SHARE_BYTES, rest_of
 from kvshm.hooks.vllm.identity.weights import weights_digest
 from kvshm.hooks.vllm.messages import QuietStep, RankReport, StepMetadata
 
@@ -31,12 +35,20 @@ from ..unit.served import AnyTable
 from ..unit.test_rank import cache, own, transport
 from ..waiting import until
 from .scheduling import DrivenEngine, Make, described, description, prompt
+from .test_private_facts import in_order
 from .test_rank_weights import rank, said, side_of, write
 from .test_worker_side import step
 
 __all__ = ["cache", "clock", "exporter", "namespace", "own", "rank", "served", "transport"]
 
-ONE, OTHER, THIRD = (bytes([number]) * 32 for number in (1, 2, 3))
+REST = rest_of({"weights": "w"})
+ONE, OTHER = (bytes([number]) * SHARE_BYTES + REST for number in (1, 2))
+OWN = {"weights": "w", "experts": ("01" * SHARE_BYTES)}
+
+
+def both(*numbers: int) -> str:
+    """The field of an instance whose ranks have these shares."""
+    return f"{sum(numbers):02x}" * SHARE_BYTES
 
 
 @pytest.fixture
@@ -76,11 +88,11 @@ def test_ranks_find_each_other_without_waiting_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = share_of_rank(tmp_path, 0, monkeypatch)  # the other is not there yet
-    first.show(ONE)
+    first.show(OWN)
     second = share_of_rank(tmp_path, 1, monkeypatch)
     assert first.where == second.where
     with closing(RankBoard(Path(first.where[0]), 2)) as board:
-        second.show(OTHER)
+        second.show({**OWN, "experts": "02" * SHARE_BYTES})
         assert shown(board) == [ONE, OTHER]
     first.close()
     second.close()
@@ -96,9 +108,28 @@ def test_another_instance_has_another_board(
     assert share_of_rank(tmp_path, 0, monkeypatch).where != mine.where
 
 
+def test_ranks_that_cannot_be_found_are_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="the instance's other ranks cannot be found: "):
+        OwnShare.of_this_rank(tmp_path, "n", SimpleNamespace(data_parallel_size=2))
+
+
 def test_a_model_without_experts_has_no_other_ranks(tmp_path: Path) -> None:
     """vLLM runs its data-parallel ranks as engines that know nothing of each other."""
     assert OwnShare.of_this_rank(tmp_path, "n", SimpleNamespace(data_parallel_size=1)) is None
+
+
+def test_vllm_connects_the_ranks_of_all_engines_of_a_mixture() -> None:
+    in_order(
+        parallel_state.init_distributed_environment,
+        "parallel_config.data_parallel_size > 1",
+        "rank = parallel_config.data_parallel_rank * world_size + rank",
+        "world_size = parallel_config.world_size_across_dp",
+        "torch.distributed.init_process_group(",
+        "world_size=world_size",
+    )
+    independent = ParallelConfig.reconfigure_for_independent_dp_rank
+    in_order(independent, "self.data_parallel_size = 1")
+    in_order(EngineCoreProc.run_engine_core, "model_config.is_moe", independent.__name__)
 
 
 # -- one rank
@@ -131,7 +162,8 @@ def sharing(member: KvshmConnector, own: AnyTable, board: RankBoard) -> KvshmCon
 
 
 def digest_of(connector: KvshmConnector) -> bytes:
-    return bytes.fromhex(weights_digest(side_of(connector)._weights.models[0]))
+    digest = weights_digest(side_of(connector)._weights.models[0])
+    return bytes.fromhex(digest) + rest_of({"weights": digest})
 
 
 def test_a_description_shows_the_digest_and_says_where(
@@ -191,6 +223,16 @@ def test_a_rank_that_comes_later_is_no_change(member: KvshmConnector, board: Ran
     assert side_of(member)._weights.still_hold()
 
 
+def test_a_description_after_their_change_holds(member: KvshmConnector, board: RankBoard) -> None:
+    side_of(member)._weights._witness._seconds = 3600.0
+    board.show(1, ONE)
+    step(member, StepMetadata(1, describe=1))
+    board.show(1, OTHER)
+    assert not side_of(member)._weights.still_hold()
+    step(member, StepMetadata(2, describe=2))
+    assert side_of(member)._weights.still_hold()
+
+
 def test_a_change_between_description_and_epoch_opens_none(
     member: KvshmConnector, own: AnyTable, board: RankBoard
 ) -> None:
@@ -245,13 +287,13 @@ def test_a_rank_that_ends_leaves_it(sharing: KvshmConnector, board: RankBoard) -
 
 
 def test_there_are_no_fields_before_all_ranks_show_one(board: RankBoard) -> None:
-    all_shares = AllShares(board, lambda: {"experts": "own", "weights": "w"}, pytest.fail)
+    all_shares = AllShares(board, lambda: OWN, [REST], pytest.fail)
     assert all_shares.fields() is None
     board.show(1, ONE)
     assert all_shares.fields() is None
     assert not all_shares.changed()
     board.show(0, OTHER)
-    assert all_shares.fields() == {"experts": THIRD.hex(), "weights": "w"}
+    assert all_shares.fields() == {"experts": both(1, 2), "weights": "w"}
     assert not all_shares.changed()
     board.clear(0)
     board.show(0, OTHER)
@@ -260,16 +302,29 @@ def test_there_are_no_fields_before_all_ranks_show_one(board: RankBoard) -> None
 
 def test_nor_before_vllm_has_chosen_its_first_hash(board: RankBoard) -> None:
     found: list[dict[str, str] | None] = [{"experts": "own"}, None]
-    all_shares = AllShares(board, found.pop, pytest.fail)
+    all_shares = AllShares(board, found.pop, [REST], pytest.fail)
     board.show(0, ONE)
     board.show(1, OTHER)
     assert all_shares.fields() is None
-    assert all_shares.fields() == {"experts": THIRD.hex()}
+    assert all_shares.fields() == {"experts": both(1, 2)}
+
+
+def test_what_no_own_rank_has_counts_because_it_may_be_experts(board: RankBoard) -> None:
+    """Of layers that keep experts in another way than vLLM's own do."""
+    found = []
+    for rest in (REST, rest_of({"weights": "x"}), rest_of({"weights": "y"})):
+        board.show(0, ONE)
+        board.show(1, OTHER[:SHARE_BYTES] + rest)
+        for mine in ([REST], [REST, rest]):
+            found.append(AllShares(board, dict, mine, pytest.fail).fields())
+    known = {"experts": both(1, 2)}
+    assert [each == known for each in found] == [True, True, False, True, False, True]
+    assert found[2] != found[4]
 
 
 def test_ranks_that_show_nothing_are_named_once(board: RankBoard) -> None:
     now, lines = [0.0], []
-    all_shares = AllShares(board, dict, lines.append, lambda: now[0])
+    all_shares = AllShares(board, dict, [REST], lines.append, lambda: now[0])
     board.show(0, ONE)
     for seconds in (0.0, expert_ranks.SECONDS - 1, expert_ranks.SECONDS, 2 * expert_ranks.SECONDS):
         assert lines == [] or seconds > expert_ranks.SECONDS
@@ -278,14 +333,14 @@ def test_ranks_that_show_nothing_are_named_once(board: RankBoard) -> None:
     (line,) = lines
     assert line.startswith("the experts of rank 1 of this instance are not known: ")
     board.show(1, OTHER)
-    assert all_shares.fields() == {"experts": THIRD.hex()}
+    assert all_shares.fields() == {"experts": both(1, 2)}
 
 
 @pytest.fixture
 def grouped(engine: Make, board: RankBoard) -> DrivenEngine:
     """An engine whose rank is one of two; both show a digest."""
     board.show(0, ONE)
-    fields = {"weights": "w", "experts": ONE.hex()}
+    fields = OWN
     e = engine(rank=dataclasses.replace(description(), fields=fields, board=(str(board.path), 2)))
     assert e.connector._scheduler.cache.table is None
     board.show(1, OTHER)
@@ -295,7 +350,7 @@ def grouped(engine: Make, board: RankBoard) -> DrivenEngine:
 
 def test_an_engine_joins_with_the_experts_of_all(grouped: DrivenEngine) -> None:
     state = grouped.connector._scheduler.cache.epoch_state
-    assert state.info.fields["experts"] == THIRD.hex()
+    assert state.info.fields["experts"] == both(1, 2)
 
 
 def ended(e: DrivenEngine) -> bool:
@@ -315,7 +370,7 @@ def test_a_change_elsewhere_ends_the_epoch_with_the_next_step(
     assert ended(grouped)
     assert old.retired
     assert sent.metadata.describe
-    fields = {"weights": "w", "experts": ONE.hex()}
+    fields = OWN
     again = dataclasses.replace(description(), fields=fields, board=(str(board.path), 2))
     report = dataclasses.replace(described(sent), descriptions={0: again})
     grouped.run(sent, report)
@@ -323,7 +378,7 @@ def test_a_change_elsewhere_ends_the_epoch_with_the_next_step(
     board.show(1, ONE)
     grouped.wait_for_epoch()
     state = grouped.connector._scheduler.cache.epoch_state
-    assert state.info.fields["experts"] == OTHER.hex()
+    assert state.info.fields["experts"] == both(1, 1)
 
 
 def test_what_a_step_has_computed_with_changed_experts_is_not_published(

@@ -13,13 +13,13 @@ Of an expert that is divided among ranks, each part counts by its number and tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
 from typing import NamedTuple
 
 import torch
 
-from kvshm._base.fingerprint import EXPERTS
+from kvshm._base.fingerprint import EXPERTS, WEIGHTS
 
 from ...weights import digest_tensors, where
 
@@ -114,9 +114,18 @@ def total(shares: Iterable[bytes]) -> bytes:
     return (number % (1 << 8 * SHARE_BYTES)).to_bytes(SHARE_BYTES, "big")
 
 
-def with_experts(fields: dict[str, str], shares: Iterable[bytes]) -> dict[str, str]:
-    """Return ``fields`` with EXPERTS, the sum of the ranks' ``shares`` of the model's experts."""
-    together = total(shares)
+def rest_of(fields: Mapping[str, str]) -> bytes:
+    """Return a digest of all that a rank holds besides experts, as its ``fields`` tell."""
+    return sha256(fields[WEIGHTS].encode()).digest()
+
+
+def with_experts(
+    fields: dict[str, str], shares: Iterable[bytes], unknown: Collection[bytes] = ()
+) -> dict[str, str]:
+    """Return ``fields`` with EXPERTS, the sum of the ranks' ``shares`` of the model's experts.
+    ``unknown``: ``rest_of`` ranks that hold what no own rank has, so perhaps experts in layers that
+    are not known here."""
+    together = total([*shares, *(sha256(rest).digest() for rest in unknown)])
     return {**fields, EXPERTS: "none" if together == NO_EXPERTS else together.hex()}
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from kvshm._base.fingerprint import EXPERTS
-
 from ...weights import Place, WeightsUnknown, hook_tables, model_code
 from ...witness import WeightWitness
 from ..expert_ranks import OwnShare
@@ -58,7 +56,8 @@ class RankWeights:
 
     def find_share(self, parallel_config: Any) -> None:
         """Find the ranks that hold experts of the same model.  Raises TransportError."""
-        self.share = self._share_of(parallel_config)
+        if self.share is None:
+            self.share = self._share_of(parallel_config)
 
     def _find(self) -> list[torch.nn.Module]:
         if (model := find_model(self._owners)) is None:
@@ -127,10 +126,10 @@ class RankWeights:
         self._witness.stop()
 
     def show(self, fields: Mapping[str, str]) -> tuple[str, int] | None:
-        """Show other engines the digest of this rank's experts, as in ``fields``; returns where."""
+        """Show other engines the digests in this rank's ``fields``; returns where."""
         if self.share is None:
             return None
-        self.share.show(bytes.fromhex(fields[EXPERTS]))
+        self.share.show(fields)
         if self._own_write() or not self.described:  # another thread found nothing to hide
             self.hide()
         return self.share.where
