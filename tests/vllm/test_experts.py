@@ -70,7 +70,8 @@ def layer(checkpoint: Checkpoint, number: int, config: Any, strategy: str) -> to
     made.expert_map_manager, made.moe_config = manager, SimpleNamespace(moe_parallel_config=config)
     made.register_buffer("_expert_map", manager.expert_map, persistent=False)
     made.register_buffer("expert_mask", manager.expert_mask, persistent=False)
-    held, width = manager.get_local_expert_ids(), INNER // config.tp_size
+    places = torch.arange(EXPERTS) if manager.expert_map is None else manager.expert_map
+    held, width = (places >= 0).nonzero()[:, 0], INNER // config.tp_size
     part = slice(config.tp_rank * width, (config.tp_rank + 1) * width)
     tensors = {
         "w13_weight": checkpoint.up[number, held, part],

@@ -109,10 +109,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ),
         ({}, {"compilation_config": {"cache_dir": "/elsewhere", "cudagraph_num_of_warmups": 2}}),
         ({}, {"kernel_config": {"enable_jit_warmup": False}}),
-        ({}, {"data_parallel_size": 2}),
-        ({}, {"data_parallel_size": 4, "enable_expert_parallel": True}),
-        ({}, {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency"}),
-        ({}, {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"}),
     ],
     ids=lambda value: " ".join(value) or "plain",
 )
@@ -165,14 +161,6 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
         ({"compilation_config": {"custom_ops": ["all"]}}, names.EXECUTION),
         ({"compilation_config": {"mode": 1}}, names.EXECUTION),
         ({"moe_backend": "triton"}, names.EXECUTION),
-        (
-            {
-                "data_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "all2all_backend": "deepep_low_latency",
-            },
-            names.EXECUTION,
-        ),
         ({"enable_lora": True}, names.LORA),
         ({"block_size": 64}, names.BLOCK_SIZE),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, names.HASH_ALGORITHM),
@@ -185,6 +173,32 @@ def test_a_difference_in_the_configuration_is_named(
     other = all_fields(tmp_path / "other", **given)
     assert field in differences(plain, other)
     assert fingerprint(plain) != fingerprint(other)
+
+
+EP = {"enable_expert_parallel": True}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_over_how_many_ranks_a_mixture_is_spread_does_not_count_but_how_tokens_travel_does(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    def fields(number: int, **given: Any) -> Fields:
+        return all_fields(tmp_path / str(number), MIXTURE, **given)
+
+    alone, rounding = fields(0), {"all2all_backend": "deepep_low_latency"}
+    alike = [{"data_parallel_size": 2}, EP | {"data_parallel_size": 4}, EP | rounding, rounding]
+    for number, given in enumerate(alike, 1):
+        with subtests.test(given=given):
+            assert differences(alone, fields(number, **given)) == {}
+    other = fields(5, data_parallel_size=2, **EP, **rounding)
+    assert differences(alone, other).keys() == {names.EXECUTION}
+    assert other[names.EXECUTION].endswith(", experts by deepep_low_latency")
 
 
 def compiled(**given: Any) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,7 @@ def _held(name: str, module: torch.nn.Module) -> Held | None:
     manager = getattr(module, "expert_map_manager", None)
     if config is None or manager is None:
         return None
-    experts = manager.get_local_expert_ids()
+    experts = _numbers(manager)
     tensors = {
         key: tensor.detach()
         for key, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -77,6 +77,14 @@ def _held(name: str, module: torch.nn.Module) -> Held | None:
     }
     parallel = config.moe_parallel_config
     return Held(name, experts, (parallel.tp_rank, parallel.tp_size), tensors)
+
+
+def _numbers(manager: Any) -> list[int]:
+    """The number of the expert at each place of this rank, by vLLM's ExpertMapManager."""
+    if (places := manager.expert_map) is None:
+        return list(range(manager.global_num_experts))
+    held = [(place, number) for number, place in enumerate(places.tolist()) if place >= 0]
+    return [number for _, number in sorted(held)]
 
 
 def share_of(
