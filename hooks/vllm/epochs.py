@@ -180,4 +180,5 @@ class Epochs:
                 self._end()
                 return
             fields = self.experts.fields
+            self._on_end()  # until all show theirs, blocks may be of experts that were on their way
         self._cache.open_epoch([d.info for d in ordered if d.info], fields)

@@ -233,6 +233,16 @@ def test_a_description_after_their_change_holds(member: KvshmConnector, board: R
     assert side_of(member)._weights.still_hold()
 
 
+def test_a_description_of_new_weights_that_nobody_announced_holds(
+    member: KvshmConnector, board: RankBoard
+) -> None:
+    side_of(member)._weights._witness._seconds = 3600.0
+    for describe in (1, 2):
+        step(member, StepMetadata(describe, describe=describe))
+        assert side_of(member)._weights.still_hold()
+        write(member)
+
+
 def test_a_change_between_description_and_epoch_opens_none(
     member: KvshmConnector, own: AnyTable, board: RankBoard
 ) -> None:
@@ -379,6 +389,25 @@ def test_a_change_elsewhere_ends_the_epoch_with_the_next_step(
     grouped.wait_for_epoch()
     state = grouped.connector._scheduler.cache.epoch_state
     assert state.info.fields["experts"] == both(1, 1)
+
+
+def test_what_was_computed_before_all_had_shown_their_new_experts_is_not_published(
+    grouped: DrivenEngine, board: RankBoard
+) -> None:
+    """The other rank may have written them while this engine computed."""
+    board.clear(1)
+    grouped.add("a", prompt(3), max_tokens=60)
+    sent = grouped.schedule()
+    own = dataclasses.replace(description(), fields=OWN, board=(str(board.path), 2))
+    grouped.run(sent, dataclasses.replace(described(sent), descriptions={0: own}))
+    grouped.add("b", prompt(3, first=300), max_tokens=60)
+    grouped.step()
+    board.show(1, ONE)
+    grouped.wait_for_epoch()
+    grouped.add("c", prompt(3, first=600), max_tokens=60)
+    for _ in range(40):  # also those that they have computed since are built upon the first ones
+        grouped.step()
+    assert grouped.ready() == set(grouped.blocks_of("c")[:5])
 
 
 def test_what_a_step_has_computed_with_changed_experts_is_not_published(
