@@ -61,7 +61,8 @@ def names_apart(held: Iterable[Held]) -> set[str]:
 
 
 def _held(name: str, module: torch.nn.Module) -> Held | None:
-    """What a layer of vLLM's class RoutedExperts holds; None for another module."""
+    """What a layer of vLLM's class RoutedExperts holds; None for another module, as its runner,
+    which has its configuration, too."""
     config = getattr(module, "moe_config", None)
     manager = getattr(module, "expert_map_manager", None)
     if config is None or manager is None:
@@ -76,7 +77,8 @@ def _held(name: str, module: torch.nn.Module) -> Held | None:
         and len(tensor) == len(experts)
     }
     parallel = config.moe_parallel_config
-    return Held(name, experts, (parallel.tp_rank, parallel.tp_size), tensors)
+    part = parallel.tp_rank, parallel.tp_size
+    return Held(name, experts, part, tensors) if tensors else None
 
 
 def _numbers(manager: Any) -> list[int]:
