@@ -89,20 +89,15 @@ def _numbers(manager: Any) -> list[int]:
     return [number for _, number in sorted(held)]
 
 
-def share_of(
-    held: Iterable[Held], digests: dict[object, bytes] | None = None, model: str = ""
-) -> bytes:
-    """Return the sum of the digests of what this rank holds, SHARE_BYTES long.  ``digests`` gets
-    one of each row; ``model`` tells the experts of several models apart.  Blocks while it reads
-    them.  Raises WeightsUnknown."""
+def share_of(held: Iterable[Held], model: str = "") -> bytes:
+    """Return the sum of the digests of what this rank holds, SHARE_BYTES long.  ``model`` tells the
+    experts of several models apart.  Blocks while it reads them.  Raises WeightsUnknown."""
     found = list(held)
     rows: dict[object, bytes] = {}
     digest_tensors(
         ((key, row) for each in found for key, rows_of in each.tensors.items() for row in rows_of),
         rows,
     )
-    if digests is not None:
-        digests.update(rows)
     return total(
         _expert(model, each, place, rows) for each in found for place in range(len(each.experts))
     )
@@ -143,4 +138,5 @@ def kernels(model: torch.nn.Module) -> list[tuple[str, str]]:
     """Return by which kernels each layer of ``model`` computes its experts, as far as known."""
     methods = ((name, getattr(each, "quant_method", None)) for name, each in model.named_modules())
     chosen = ((name, getattr(method, "moe_kernel", None)) for name, method in methods)
-    return [(name, type(k.fused_experts).__qualname__) for name, k in chosen if k]
+    named = ((name, getattr(kernel, "fused_experts", kernel)) for name, kernel in chosen)
+    return [(name, type(kernel).__qualname__) for name, kernel in named if kernel is not None]

@@ -63,7 +63,7 @@ def rank_fields(
     the model that drafts for it; ``digests`` gets one of every weight.  Worker only; blocks while
     it reads all weights once.  Raises WeightsUnknown."""
     model, dtype = models[0], vllm_config.model_config.dtype
-    shares = (share_of(held_experts(m), digests, str(i)) for i, m in enumerate(models))
+    shares = (share_of(held_experts(m), str(i)) for i, m in enumerate(models))
     return {
         names.EXPERTS: total(shares).hex(),
         names.WEIGHTS: " draft ".join(weights_digest(model, digests, dtype) for model in models),
