@@ -9,15 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from kvshm._base.log import logger
 from kvshm.config import Config
 from kvshm.errors import TransportError
-from kvshm.halves import HOOK_ERRORS, STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
+from kvshm.halves import (
+    HOOK_ERRORS,
+    STILL_MAPPED,
+    WEIGHTS_WRITTEN,
+    ErrorCode,
+    RankBoard,
+    SchedulerHalf,
+)
 
 from ..log_lines import HookLine
 from .descriptions import RankDescriptions
-from .expert_ranks import AllShares, board_at
+from .expert_ranks import AllShares
 from .identity.experts import rest_of
 from .identity.fields import with_none_hash
 from .messages import RankDescription, RankReport
@@ -57,6 +65,7 @@ class Epochs:
         """Whether a hook has failed."""
         self.experts: AllShares | None = None
         """Those of the present epoch, if ranks of other engines hold some."""
+        self._board: RankBoard | None = None
         self._announced: int | None = None
         """The last epoch that the ranks were asked to open."""
 
@@ -106,6 +115,12 @@ class Epochs:
         self._on_end()
         self.descriptions.forget()
         self.experts = None
+
+    def close(self) -> None:
+        """Call when no epoch can begin any more."""
+        self.experts = None
+        if self._board is not None:
+            self._board.close()
 
     # -- steps
 
@@ -174,7 +189,8 @@ class Epochs:
         if (place := ordered[0].board) is not None:
             try:
                 own = [rest_of(d.fields) for d in ordered]
-                self.experts = AllShares(board_at(*place), fields, own, self._cache.decline)
+                self._board = self._board or RankBoard(Path(place[0]), place[1])
+                self.experts = AllShares(self._board, fields, own, self._cache.decline)
             except TransportError as exc:
                 self._cache.decline(str(exc))
                 self._end()

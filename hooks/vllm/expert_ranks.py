@@ -14,7 +14,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ from .identity.experts import SHARE_BYTES, rest_of, with_experts
 SECONDS = 60.0
 """How long an engine waits for the others' digests before it says so; it goes on looking."""
 _NAME = "kvshm board"
-
-
-@cache
-def board_at(path: str, ranks: int) -> RankBoard:
-    """Return the board that the ranks of this engine have named.  Raises TransportError."""
-    return RankBoard(Path(path), ranks)
 
 
 class OwnShare:

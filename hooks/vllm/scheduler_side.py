@@ -441,4 +441,6 @@ class SchedulerSide:
         return self._idle_since is None or time.monotonic() - self._idle_since < FENCE_SECONDS
 
     def close(self) -> None:
+        self.cache.end_epoch(leaves=True)
+        self.epochs.close()  # first: the cache's last act is to remove what no process maps
         self.cache.close()

@@ -4,6 +4,7 @@ what an engine does about it.  Boards, schedulers and ranks are real; their mode
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -363,6 +364,18 @@ def test_an_engine_joins_with_the_experts_of_all(grouped: DrivenEngine) -> None:
     assert state.info.fields["experts"] == both(1, 2)
 
 
+def test_the_last_engine_removes_the_board(engine: Make) -> None:
+    run_dir, space = Path(os.environ["KVSHM_RUN_DIR"]), os.environ["KVSHM_NAMESPACE"]
+    with closing(RankBoard.named(run_dir, space, "ab", 1)) as board:
+        board.show(0, ONE)
+        path = board.path
+        e = engine(rank=dataclasses.replace(description(), fields=OWN, board=(str(path), 1)))
+        e.wait_for_epoch()
+    os.utime(path, (0, 0))
+    e.close()
+    assert not path.exists()
+
+
 def ended(e: DrivenEngine) -> bool:
     return e.connector._scheduler.cache.table is None
 
@@ -430,7 +443,7 @@ def test_a_board_that_cannot_be_mapped_is_said_and_nothing_is_shared(
     def fails(*_: Any) -> RankBoard:
         raise TransportError("board cannot be mapped")
 
-    monkeypatch.setattr("kvshm.hooks.vllm.epochs.board_at", fails)
+    monkeypatch.setattr("kvshm.hooks.vllm.epochs.RankBoard", fails)
     declined: list[str] = []
     monkeypatch.setattr(
         "kvshm._engine.scheduler_half.SchedulerHalf.decline",
