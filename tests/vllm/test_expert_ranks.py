@@ -288,6 +288,15 @@ def test_a_rank_whose_hook_fails_hides_it_because_nothing_guards_it_any_more(
     assert shown(board) == [None, ONE]
 
 
+def test_caches_that_are_registered_again_make_no_other_entry(member: KvshmConnector) -> None:
+    """As after a sleep."""
+    weights = side_of(member)._weights
+    before = weights.share
+    weights._share_of = lambda _: pytest.fail("it has one")
+    weights.find_share(None)
+    assert weights.share is before
+
+
 def test_a_rank_that_ends_leaves_it(sharing: KvshmConnector, board: RankBoard) -> None:
     before = board.look()
     side_of(sharing).close()
