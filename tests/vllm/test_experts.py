@@ -202,3 +202,12 @@ def test_vllm_has_these_buffers_and_names() -> None:
         assert f'"{name}"' in source
     for name in ("expert_map_manager", "moe_config", "quant_method"):
         assert f"self.{name} = " in source
+
+
+def test_a_module_without_weights_of_its_own_holds_no_experts() -> None:
+    """A layer's runner has the layer's configuration, too."""
+    model, runner = rank_of(Checkpoint(), 1, 0), torch.nn.Module()
+    held: Any = model.layer0.experts  # type: ignore[union-attr]
+    runner.moe_config, runner.expert_map_manager = held.moe_config, held.expert_map_manager
+    model.runner = runner
+    assert [each.layer for each in held_experts(model)] == ["layer0.experts", "layer1.experts"]
