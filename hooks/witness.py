@@ -24,11 +24,17 @@ from .weights import Place
 class WeightWitness:
     """Watches the weights of one model.  Any thread; methods wait a millisecond for a look."""
 
-    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        tell: Callable[[str], None],
+        elsewhere: Callable[[], str] = lambda: "",
+    ) -> None:
         """``seconds``: in which every tensor is looked at once.  ``tell``: called on the witness's
-        thread, which stops, with the name of the first parameter that was found written."""
+        thread, which stops, with the name of the first parameter that was found written.
+        ``elsewhere``: names what has changed of weights that other processes hold, empty: none."""
         self._seconds = seconds
-        self._tell = tell
+        self._tell, self._elsewhere = tell, elsewhere
         self._lock = threading.Lock()
         self._samples: Samples | None = None
         self._watching = False
@@ -79,7 +85,7 @@ class WeightWitness:
             if not self._watching or self._samples is None:
                 return ""
             try:
-                found = how(self._samples)
+                found = self._elsewhere() or how(self._samples)
             except Exception as exc:  # any: what cannot be looked at any more may be written
                 found = f"weights that cannot be read: {exc}"
             if found:

@@ -7,6 +7,8 @@ SchedulerHalf        in the scheduler's process: epochs, ``publisher``, ``planne
 RankHalf, open_rank  in each rank's process: exports the rank's KV cache, carries out LoadOrders
 Marks, Run, ...      what is known of the contents of each own block, for an engine that, as vLLM,
                      hashes blocks before it has computed them
+RankBoard            on which ranks of several engines show a digest each, if each computes with
+                     what the others hold
 Group, Groups, Part  KV cache groups, and the blocks a prefix needs of each
 ==================== ==============================================================================
 
@@ -38,6 +40,7 @@ from kvshm._engine.marks import blocks_of as blocks_of
 from kvshm._engine.marks import touching as touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP as ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf as SchedulerHalf
+from kvshm._node.board import RankBoard as RankBoard
 from kvshm._node.leftovers import clear as clear
 from kvshm._node.protocol import RankInfo as RankInfo
 from kvshm._node.protocol import abi as abi

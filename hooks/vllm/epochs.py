@@ -9,13 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from kvshm._base.log import logger
 from kvshm.config import Config
-from kvshm.halves import HOOK_ERRORS, STILL_MAPPED, WEIGHTS_WRITTEN, ErrorCode, SchedulerHalf
+from kvshm.errors import TransportError
+from kvshm.halves import (
+    HOOK_ERRORS,
+    STILL_MAPPED,
+    WEIGHTS_WRITTEN,
+    ErrorCode,
+    RankBoard,
+    SchedulerHalf,
+)
 
 from ..log_lines import HookLine
 from .descriptions import RankDescriptions
+from .expert_ranks import AllShares
+from .identity.experts import rest_of
 from .identity.fields import with_none_hash
 from .messages import RankDescription, RankReport
 from .ranks import Descriptions, Ranks
@@ -26,6 +37,7 @@ MOST_NAMED = 100
 """Calls of the ranks that the log names; further ones are not named."""
 
 Fields = Callable[[list[dict[str, str]]], dict[str, str]]
+NewFields = Callable[[], dict[str, str] | None]
 
 
 class Epochs:
@@ -51,6 +63,9 @@ class Epochs:
         self.ranks: Ranks | None = None
         self.off = False
         """Whether a hook has failed."""
+        self.experts: AllShares | None = None
+        """Those of the present epoch, if ranks of other engines hold some."""
+        self._board: RankBoard | None = None
         self._announced: int | None = None
         """The last epoch that the ranks were asked to open."""
 
@@ -99,6 +114,13 @@ class Epochs:
         self._cache.end_epoch()
         self._on_end()
         self.descriptions.forget()
+        self.experts = None
+
+    def close(self) -> None:
+        """Call when no epoch can begin any more."""
+        self.experts = None
+        if self._board is not None:
+            self._board.close()
 
     # -- steps
 
@@ -136,6 +158,12 @@ class Epochs:
         if report.step:
             self.check(report.step)
 
+    def check_experts(self) -> None:
+        """End the epoch if experts that other engines hold have changed.  Costs next to nothing
+        without such."""
+        if self.experts is not None and self.experts.changed():
+            self.reset(soon=False)
+
     def unanswered(self) -> None:
         """No worker runs kvshm's connector: a step has ended without a report."""
         self.descriptions.unanswered()
@@ -157,6 +185,16 @@ class Epochs:
             self._cache.decline(refusal)
             self._end()
             return
-        fields = self._fields([d.fields for d in ordered])
-        infos = [d.info for d in ordered if d.info]
-        self._cache.open_epoch(infos, partial(with_none_hash, fields))
+        fields: NewFields = partial(with_none_hash, self._fields([d.fields for d in ordered]))
+        if (place := ordered[0].board) is not None:
+            try:
+                own = [rest_of(d.fields) for d in ordered]
+                self._board = self._board or RankBoard(Path(place[0]), place[1])
+                self.experts = AllShares(self._board, fields, own, self._cache.decline)
+            except TransportError as exc:
+                self._cache.decline(str(exc))
+                self._end()
+                return
+            fields = self.experts.fields
+            self._on_end()  # until all show theirs, blocks may be of experts that were on their way
+        self._cache.open_epoch([d.info for d in ordered if d.info], fields)

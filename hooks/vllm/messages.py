@@ -29,6 +29,9 @@ class RankDescription(KVConnectorHandshakeMetadata):
     fields: dict[str, str]
     refusal: str = ""  # why this rank cannot share; empty if it can
     seconds: float = 0.0  # that the digest of its weights has taken
+    board: tuple[str, int] | None = None
+    """Path of the board, and of how many ranks, if other engines hold experts of the model
+    (expert_ranks.py)."""
 
 
 @dataclass

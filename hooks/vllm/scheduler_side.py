@@ -276,6 +276,7 @@ class SchedulerSide:
         """Return the ranks' work for the step that is dispatched next, mostly none: retracts the
         blocks that it writes, and waits for leases within the drain budget."""
         self._step += 1
+        self.epochs.check_experts()
         tokens = output.total_num_scheduled_tokens
         new, vllm = output.scheduled_new_reqs, self._vllm
         if new and vllm is not None:
@@ -392,6 +393,7 @@ class SchedulerSide:
     ) -> None:
         """Handle a step's output.  ``invalid``: blocks that loads failed to fill, also those of
         other connectors.  Leaves in ``finished`` only what vLLM awaits."""
+        self.epochs.check_experts()  # first: the step may have computed with others' new experts
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return
@@ -459,4 +461,6 @@ class SchedulerSide:
         return self._idle_since is None or time.monotonic() - self._idle_since < FENCE_SECONDS
 
     def close(self) -> None:
+        self.cache.end_epoch(leaves=True)
+        self.epochs.close()  # first: the cache's last act is to remove what no process maps
         self.cache.close()

@@ -26,6 +26,7 @@ from ..log_lines import HookLine
 from ..weights import WeightsUnknown
 from .adapters import AdapterDigests, Loaded
 from .call_stack import callers_with
+from .expert_ranks import OwnShare
 from .identity.fields import rank_fields
 from .identity.groups import is_single_full_attention
 from .identity.layout import Placement, regions_of, shared_kv_memory
@@ -60,7 +61,8 @@ class WorkerSide:
         self._open = partial(_open, config, run_dir, self._rank, transport_type, self.allocation)
         self._placement: Placement | str = "the KV cache was not registered"
         """Where the blocks lie; before they can be shared, and if they cannot be, the reason."""
-        self._weights = RankWeights(config.weights_check_seconds, self._weights_written)
+        share = partial(OwnShare.of_this_rank, run_dir, config.namespace)
+        self._weights = RankWeights(config.weights_check_seconds, self._weights_written, share)
         self._weights.adapters = AdapterDigests(
             self._rank, self._adapter_loaded, self._weights_load
         )
@@ -95,6 +97,7 @@ class WorkerSide:
         for runner in callers_with("lora_manager"):
             self._weights.adapters.watch(runner.lora_manager)
         try:
+            self._weights.find_share(self._vllm_config.parallel_config)
             self._cache = self._open(placement)
         except TransportError as exc:
             self._placement = str(exc)
@@ -121,6 +124,9 @@ class WorkerSide:
     def weights_change(self) -> None:
         """End the epoch: the weights are about to change, or may be."""
         self._weights.change()
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
         self.loads.outdate()
         if self._cache is None:
             return
@@ -170,6 +176,12 @@ class WorkerSide:
         """Return what the engine must know of this rank in order to join.  Blocks while it digests
         the weights.  Only while weights and KV cache are mapped: at the start, and in a step that
         runs the model."""
+        description = self._describe()
+        if description.refusal:
+            self._weights.hide()
+        return description
+
+    def _describe(self) -> RankDescription:
         if isinstance(self._placement, str) or self._cache is None:
             return RankDescription(None, {}, str(self._placement))
         if not self._placement.holds_caches():
@@ -191,7 +203,8 @@ class WorkerSide:
             return RankDescription(None, {}, str(exc))
         fields[TRANSPORT] = transport.name
         fields[KERNEL_BLOCKS] = self._placement.kernel_blocks  # decides the order within a block
-        return RankDescription(RankInfo(os.getpid(), memory), fields, seconds=seconds)
+        board = self._weights.show(fields)
+        return RankDescription(RankInfo(os.getpid(), memory), fields, seconds=seconds, board=board)
 
     # -- every step
 
@@ -228,8 +241,10 @@ class WorkerSide:
         """If weights were found written, report it to the scheduler, and end the epoch."""
         if name := self._weights.written:
             self._weights.written = ""
-            self._next_report().written[self._rank] = name
-            self._weights_load()
+            report = self._next_report()
+            report.written[self._rank], report.weights_changed = name, True
+            self._weights.unwatch()
+            self._end_epoch()
 
     def _open_epoch(self, cache: RankHalf, epoch: Epoch) -> None:
         try:
@@ -288,6 +303,7 @@ class WorkerSide:
     def give_up(self, metadata: StepMetadata | None) -> None:
         """Export nothing after a hook has failed, and let no request wait for ever."""
         self._next_report().failed = True
+        self._weights.hide()
         try:
             if self._cache is not None:
                 self._cache.end_epoch()

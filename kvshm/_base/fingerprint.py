@@ -47,6 +47,11 @@ WEIGHTS = _field(
     "Digest of every parameter and buffer (FP8 scales of the cache are among them), and of the "
     "modules' classes and floats, such as epsilons.",
 )
+EXPERTS = _field(
+    "experts",
+    "Digest of all experts of a mixture, on whichever ranks they lie: a block depends on every one "
+    "of them. `weights` leaves them out. `none` without experts.",
+)
 KV_DTYPE = _field("kv_dtype", "What a block's bytes mean, however it is written.")
 MAX_MODEL_LEN = _field(
     "max_model_len",

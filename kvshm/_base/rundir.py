@@ -28,6 +28,8 @@ _SOCKET = re.compile(
 _TABLES_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.tables\.sock")
 _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(\.new)?")
 
+_BOARD = re.compile(r"(?P<namespace>[^.]+)\.board\.[0-9a-f]+")
+
 
 def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
     """Return where the run directory is, creating nothing: ``given`` (KVSHM_RUN_DIR), else
@@ -126,6 +128,12 @@ def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
     return run_dir / f"{namespace}.peers.{epoch:016x}"
 
 
+def board_file(run_dir: Path, namespace: str, name: str) -> Path:
+    """File in which ranks of several engines show digests (kvshm/_node/board.py).  ``name``: hex
+    digits."""
+    return run_dir / f"{namespace}.board.{name}"
+
+
 def require_room(run_dir: Path, namespace: str) -> None:
     """Check that the paths of all sockets of an engine fit.  Raises RunDirectoryError."""
     engine_socket(run_dir, namespace, epoch=0)  # the longest name
@@ -156,6 +164,10 @@ def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundFile]:
 def list_peers_files(run_dir: Path, namespace: str) -> list[FoundFile]:
     """Return the namespace's lists of peers, half-written ones included."""
     return _find(run_dir, _PEERS_FILE, namespace)
+
+
+def list_boards(run_dir: Path, namespace: str) -> list[Path]:
+    return [found.path for found in _find(run_dir, _BOARD, namespace)]
 
 
 def _find(run_dir: Path, pattern: re.Pattern[str], namespace: str | None) -> list[FoundFile]:

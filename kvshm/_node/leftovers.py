@@ -14,6 +14,7 @@ from kvshm._base.declined import left_declined
 from kvshm._base.rundir import (
     command_endpoint,
     event_endpoint,
+    list_boards,
     list_peers_files,
     list_sockets,
     lock_path,
@@ -22,13 +23,15 @@ from kvshm._base.rundir import (
 from kvshm._shm.fds import is_served
 from kvshm.errors import AlreadyRunning
 
+from .board import left_boards
 from .locks import CLEANUP_SECONDS, cleanup_lock, release_lock, take_lock
 
 
 def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
     """Return the sockets of engines and ranks that no process serves, the lists of peers of engines
-    whose own socket no process serves, and the records of engines that shared nothing and have
-    ended.  An engine has a list only while it serves that socket, and makes a lost socket again."""
+    whose own socket no process serves, the records of engines that shared nothing and have ended,
+    and boards that no process maps.  An engine has a list only while it serves that socket, and
+    makes a lost socket again."""
     sockets = {found: is_served(found.path) for found in list_sockets(run_dir, namespace)}
     living = {found.epoch for found, served in sockets.items() if served}
     lists = list_peers_files(run_dir, namespace)
@@ -36,6 +39,7 @@ def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
         *(found.path for found, served in sockets.items() if not served),
         *(found.path for found in lists if found.epoch not in living),
         *left_declined(run_dir, namespace),
+        *left_boards(list_boards(run_dir, namespace)),
     ]
 
 

@@ -108,12 +108,14 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         num_blocks: int = 32,
         specs: Any = (),
         model_path: Path = model,
+        rank: Any = None,
         **arguments: Any,
     ) -> DrivenEngine:
         config = vllm_config(model_path, **arguments)
         config.scheduler_config.async_scheduling = asynchronous
         cache = imagined_cache(num_blocks, specs)
-        made.append(DrivenEngine(config, num_blocks, asynchronous, cache=cache))
+        shares = rank is None  # else the test waits for the epoch
+        made.append(DrivenEngine(config, num_blocks, asynchronous, shares, cache=cache, rank=rank))
         return made[-1]
 
     yield make

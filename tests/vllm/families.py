@@ -143,6 +143,52 @@ def write_lfm2(directory: Path) -> Path:
     )
 
 
+def write_qwen3_moe(directory: Path, **architecture: Any) -> Path:
+    """Six experts in every layer, of which each token takes two."""
+    shape = {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 128, "norm_topk_prob": True}
+    return _write(directory, "Qwen3MoeConfig", **shape | experts | architecture)
+
+
+def write_qwen2_moe(directory: Path) -> Path:
+    """Also an expert that every token takes, of which each rank has its own copy."""
+    shape = {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    return _write(directory, "Qwen2MoeConfig", **shape | experts)
+
+
+def write_deepseek(directory: Path) -> Path:
+    """Groups of experts, a bias of the router, one dense layer, a shared expert, latents."""
+    return _write(
+        directory,
+        "DeepseekV3Config",
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",
+        n_shared_experts=1,
+        moe_intermediate_size=128,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        num_key_value_heads=4,
+        head_dim=32,
+    )
+
+
+MIXTURES = {
+    "qwen3": write_qwen3_moe,
+    "qwen2": write_qwen2_moe,
+    "llama4": write_llama4,
+    "deepseek": write_deepseek,
+}
+"""Mixtures of experts; only the first runs on several ranks of CPUs here."""
+
 FEW_TOKENS = 24 * 128
 
 

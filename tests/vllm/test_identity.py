@@ -175,6 +175,32 @@ def test_a_difference_in_the_configuration_is_named(
     assert fingerprint(plain) != fingerprint(other)
 
 
+EP = {"enable_expert_parallel": True}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_over_how_many_ranks_a_mixture_is_spread_does_not_count_but_how_tokens_travel_does(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    def fields(number: int, **given: Any) -> Fields:
+        return all_fields(tmp_path / str(number), MIXTURE, **given)
+
+    alone, rounding = fields(0), {"all2all_backend": "deepep_low_latency"}
+    alike = [{"data_parallel_size": 2}, EP | {"data_parallel_size": 4}, EP | rounding, rounding]
+    for number, given in enumerate(alike, 1):
+        with subtests.test(given=given):
+            assert differences(alone, fields(number, **given)) == {}
+    other = fields(5, data_parallel_size=2, **EP, **rounding)
+    assert differences(alone, other).keys() == {names.EXECUTION}
+    assert other[names.EXECUTION].endswith(", experts by deepep_low_latency")
+
+
 def compiled(**given: Any) -> str:
     """The field ``execution`` of an engine that is compiled with these settings."""
     kernels = KernelConfig(**given.pop("kernels", {}))

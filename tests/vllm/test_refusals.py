@@ -95,6 +95,7 @@ def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> N
         ),
         ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("parallel_config", {"enable_fault_tolerance": True}, "--enable-fault-tolerance"),
+        ("parallel_config", {"enable_eplb": True}, "--enable-eplb"),
         (
             "aux_output_config",
             {"enable_return_routed_experts": True},

@@ -13,6 +13,7 @@ class WritingRanks:
 
     rank: int
     get_model: Any
+    parallel_config: Any
 
     def write_weights(self, seed: str, only: str = "") -> None:
         """Write one parameter in place, past torch's counter of writes; an empty ``seed`` brings
@@ -24,6 +25,13 @@ class WritingRanks:
         drawn = torch.Generator().manual_seed(int(seed or 0))
         other = (torch.randn(weight.shape, generator=drawn) * 0.05).to(weight.dtype)
         weight.data.copy_(other if seed else first)
+
+    def write_experts(self, only: str) -> None:
+        """Write experts that one data-parallel rank holds, past torch's counter of writes."""
+        if only == str(self.parallel_config.data_parallel_rank):
+            named = self.get_model().named_parameters()
+            weight = next(each for name, each in named if name.endswith("w2_weight"))
+            weight.data.mul_(1.5)
 
     def write_unseen(self, seed: str, only: str = "") -> None:
         """The same; the engine's settings say that this call only reads."""

@@ -27,6 +27,7 @@ from kvshm._base import fingerprint as names
 from kvshm.halves import abi
 
 from ...cpu_kernels import cpu_kernels
+from .experts import held_experts, share_of, total, with_experts
 from .weights import weights_digest
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
@@ -62,7 +63,9 @@ def rank_fields(
     the model that drafts for it; ``digests`` gets one of every weight.  Worker only; blocks while
     it reads all weights once.  Raises WeightsUnknown."""
     model, dtype = models[0], vllm_config.model_config.dtype
+    shares = (share_of(held_experts(m), str(i)) for i, m in enumerate(models))
     return {
+        names.EXPERTS: total(shares).hex(),
         names.WEIGHTS: " draft ".join(weights_digest(model, digests, dtype) for model in models),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
@@ -96,17 +99,19 @@ def scheduler_fields(
         names.LAYOUT: str(kv_cache_config.kv_cache_layout),
         names.PARALLEL: _parallel(vllm_config.parallel_config),
         names.BATCH_INVARIANT: _on_or_off(envs.VLLM_BATCH_INVARIANT),
-        names.EXECUTION: _execution(vllm_config),
+        names.EXECUTION: _execution(vllm_config) + _dispatch(vllm_config.parallel_config),
         names.HASH_ALGORITHM: str(cache.prefix_caching_hash_algo),
     }
     return own | _joined(ranks)
 
 
 def _joined(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """One value per field, joined in rank order; weights become one digest."""
+    """One value per field, joined in rank order; weights become one digest, and the shares of the
+    experts their sum."""
     fields = sorted({name for rank in ranks for name in rank})
     joined = {name: [rank.get(name, "") for rank in ranks] for name in fields}
-    return {
+    shares = [bytes.fromhex(share) for share in joined.pop(names.EXPERTS, [])]
+    return with_experts({}, shares) | {
         name: _short(values)
         if name == names.WEIGHTS
         else " | ".join(values if len(set(values)) > 1 else values[:1])
@@ -262,6 +267,16 @@ def _execution(vllm_config: VllmConfig) -> str:
         inductor = {k: v for k, v in compilation.inductor_compile_config.items() if not callable(v)}
         parts += [_settings(compilation), inductor]
     return f"{mode}, custom ops {' '.join(custom)[:80]}, {_short(parts)}"
+
+
+_EXACT_DISPATCH = "allgather_reducescatter"
+
+
+def _dispatch(config: Any) -> str:
+    """How tokens travel to experts of other ranks, if some rounding may come with it."""
+    travels = config.enable_expert_parallel and config.data_parallel_size > 1
+    backend = str(config.all2all_backend)
+    return f", experts by {backend}" if travels and backend != _EXACT_DISPATCH else ""
 
 
 def _settings(config: Any) -> dict[str, object]:

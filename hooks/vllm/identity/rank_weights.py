@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ...weights import Place, WeightsUnknown, hook_tables, model_code
 from ...witness import WeightWitness
 from ..adapters import AdapterDigests
+from ..expert_ranks import OwnShare
 from .fields import find_draft, find_model
 from .weights import watch_weights, weight_places
 
@@ -18,9 +19,17 @@ from .weights import watch_weights, weight_places
 class RankWeights:
     """The weights of one rank.  The worker's main thread, unless noted."""
 
-    def __init__(self, seconds: float, written: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        written: Callable[[str], None],
+        share: Callable[[Any], OwnShare | None] = lambda _: None,
+    ) -> None:
         """``seconds``: in which the witness looks at every tensor once.  ``written``: called on its
-        thread with the name of a parameter that was found written."""
+        thread with the name of a parameter that was found written.  ``share`` returns this rank's
+        share of the model's experts, if ranks of other engines hold some, too."""
+        self._share_of = share
+        self.share: OwnShare | None = None
         self.models: list[torch.nn.Module] = []
         """The worker's model and, if any, the model that drafts for it, whose layers have a part in
         each block; empty if the former was not found."""
@@ -32,7 +41,7 @@ class RankWeights:
         self._owners: list[Any] = []
         self._changing: Callable[[], None] = lambda: None
         self._code: list[object] = []  # ``model_code`` at the start
-        self._witness = WeightWitness(seconds, self._found)
+        self._witness = WeightWitness(seconds, self._found, self._elsewhere)
 
     def find(
         self,
@@ -47,6 +56,11 @@ class RankWeights:
         watch_weights([*self.models, *self._owners], changing, unmapping)
         if self.models:
             self._code = self._code_now()
+
+    def find_share(self, parallel_config: Any) -> None:
+        """Find the ranks that hold experts of the same model.  Raises TransportError."""
+        if self.share is None:
+            self.share = self._share_of(parallel_config)
 
     def _find(self) -> list[torch.nn.Module]:
         if (model := find_model(self._owners)) is None:
@@ -79,6 +93,8 @@ class RankWeights:
         start = time.monotonic()
         digests: dict[object, bytes] = {}
         self.described, self.written = True, ""
+        if self.share is not None:
+            self.share.begin()
         try:
             modules = [module for model in self.models for module in model.modules()]
             tables = [table for model in self.models for table in hook_tables(model)]
@@ -104,7 +120,28 @@ class RankWeights:
     def change(self) -> None:
         """Read the weights, which are about to change or go, no more until they are described."""
         self.described = False
+        self.hide()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """As ``change``, because of what others hold: the own experts stay as they were shown."""
+        self.described = False
         self._witness.stop()
+
+    def show(self, fields: Mapping[str, str]) -> tuple[str, int] | None:
+        """Show other engines the digests in this rank's ``fields``; returns where."""
+        if self.share is None:
+            return None
+        self.share.show(fields)
+        if self._own_write() or not self.described:  # another thread found nothing to hide
+            self.hide()
+        return self.share.where
+
+    def hide(self) -> None:
+        """Tell other engines that the experts of this rank may not be any more what was described.
+        Any thread."""
+        if self.share is not None:
+            self.share.hide()
 
     def still_hold(self) -> bool:
         """Whether samples show the weights as they were described.  Blocks for milliseconds."""
@@ -115,7 +152,17 @@ class RankWeights:
     def close(self) -> None:
         """End the witness's thread."""
         self._witness.close()
+        if self.share is not None:
+            self.share.close()
+
+    def _own_write(self) -> bool:
+        return bool(self.written) and self.written != self._elsewhere()
+
+    def _elsewhere(self) -> str:
+        return self.share.changed() if self.share is not None else ""
 
     def _found(self, name: str) -> None:
         self.written = name  # first: whoever opens an epoch at this moment looks at it afterwards
+        if self._own_write():
+            self.hide()
         self._tell(name)

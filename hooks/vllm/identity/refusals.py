@@ -95,6 +95,9 @@ _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "what a failed rank has reported is counted in a later step (--enable-fault-tolerance)": (
         lambda c: c.parallel_config.enable_fault_tolerance
     ),
+    "experts move between ranks while the engine runs (--enable-eplb)": lambda c: (
+        c.parallel_config.enable_eplb
+    ),
     "prefill context parallelism divides prefixes over ranks "
     "(--prefill-context-parallel-size)": lambda c: (
         c.parallel_config.prefill_context_parallel_size > 1

@@ -21,6 +21,7 @@ from ...weights import (
     model_places,
     model_tensors,
 )
+from .experts import held_experts, kernels, names_apart
 
 _PRODUCT_BYTES = 64 << 20
 """Most bytes of unit vectors that a packed weight is multiplied with at a time."""
@@ -78,8 +79,9 @@ def weights_digest(
     digests: dict[object, bytes] | None = None,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Return a digest (64 hex digits) of all parameters and buffers, with names, shapes and types,
-    of the weights that vLLM's CPU kernels have packed away, and of the modules' classes and floats.
+    """Return a digest (64 hex digits) of all parameters and buffers but those of a mixture's
+    experts (experts.py), with names, shapes and types, of the weights that vLLM's CPU kernels have
+    packed away, of the modules' classes and floats, and of the names of the experts' kernels.
     ``digests`` gets one of every tensor.  ``dtype``: in which the model computes; buffers that it
     converts in its first run have equal digests before and after.
 
@@ -87,15 +89,19 @@ def weights_digest(
     equal hardware have equal digests.  Raises WeightsUnknown.
     """
     tensors = chain(_tensors(model, dtype), _packed_tensors(model))
-    return digest_tensors(chain(model_modules(model), tensors), digests)
+    named = [((*chosen, "experts"), torch.empty(0)) for chosen in kernels(model)]
+    return digest_tensors(chain(model_modules(model), named, tensors), digests)
 
 
 def _tensors(
     model: torch.nn.Module, dtype: torch.dtype | None
 ) -> Iterator[tuple[object, torch.Tensor]]:
     converted = {place.name for place in weight_places(model) if place.converts}
+    apart = names_apart(held_experts(model))
     for about, tensor in model_tensors(model):
         match about:
+            case (str(name), *_) if name in apart:
+                pass
             case (str(name), *_) if dtype is not None and name in converted:
                 yield (name, "converted", tensor.shape), tensor.to(dtype)
             case _:
