@@ -19,6 +19,9 @@ LATENTS = (
     "schedulers and workers",
     "tests/vllm/test_latents.py::test_a_block_of_another_process_is_the_same_in_every_layer",
 )
+CONTENTS = "tests/vllm/test_contents.py::test_what_others_may_read_is_what_it_says_in_each_group"
+STATES = ("schedulers", f"{CONTENTS}[full and states-False-0]")
+CHECKPOINTS = ("schedulers", f"{CONTENTS}[states with checkpoints-False-0]")
 ENGINES = {
     "LlamaForCausalLM": f"{FAMILIES}[llama]",
     "Gemma3ForCausalLM": f"{FAMILIES}[gemma3]",
@@ -26,6 +29,8 @@ ENGINES = {
     "Llama4ForCausalLM": f"{FAMILIES}[llama4]",
     "MistralForCausalLM": f"{FAMILIES}[mistral]",
     "Gemma4ForCausalLM": f"{FAMILIES}[gemma4]",
+    "Qwen3NextForCausalLM": f"{FAMILIES}[qwen3-next]",
+    "Lfm2ForCausalLM": f"{FAMILIES}[lfm2]",
 }
 """Architectures of which two real engines have shared, with the test."""
 SHOWN = {
@@ -36,6 +41,14 @@ SHOWN = {
     frozenset({"latents"}): LATENTS,
     frozenset({"latents", "keys of an indexer"}): LATENTS,
     frozenset({"latents", "window latents"}): LATENTS,
+    frozenset({"state (gdn_attn)", "full attention"}): ("engines", f"{FAMILIES}[qwen3-next]"),
+    frozenset({"state (short_conv)", "full attention"}): ("engines", f"{FAMILIES}[lfm2]"),
+    frozenset({"state (mamba1)", "full attention"}): STATES,
+    frozenset({"state (mamba1)"}): STATES,
+    frozenset({"state (mamba2)", "full attention"}): CHECKPOINTS,
+    frozenset({"state (mamba2)"}): CHECKPOINTS,
+    frozenset({"state (gdn_attn)", "latents"}): CHECKPOINTS,
+    frozenset({"state (linear)", "latents"}): STATES,
 }
 """Kinds of groups that were shared together, by real engines or else at the level that is named."""
 HEAD = ("groups", "architectures", "vLLM reuses prefixes", "shared?", "shown by")
