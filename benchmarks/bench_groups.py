@@ -2,9 +2,10 @@
 
     python benchmarks/bench_groups.py
 
-As bench_lookup.py: no vLLM, no coordinator, one other engine, which holds everything.  A lookup of
-all groups finds what each needs of a prompt.  ``each alone``: for every group a lookup of as many
-blocks as it needs, as an engine with one group makes it; the sum of them, in turns with the other.
+As bench_lookup.py: no vLLM, no coordinator, one other engine, which holds everything, or of states
+only the first.  A lookup of all groups finds what each needs of a prompt.  ``each alone``: for
+every group a lookup of as many blocks as it needs, as an engine with one group makes it; the sum of
+them, in turns with the other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvshm.config import Config
 from kvshm.interfaces import MemoryDescriptor
 
 SIZE = 16
+STATES = [Group(n, SIZE, state=True) for n in range(1, 4)]
 MODELS = {
     "one full group": [Group(0, SIZE)],
     "full and windowed (gpt-oss)": [Group(0, SIZE), Group(1, SIZE, window=128)],
@@ -44,13 +46,18 @@ MODELS = {
         Group(0, SIZE),
         *(Group(n, SIZE, chunk=5000) for n in range(1, 4)),
     ],
+    "full and three with states (Qwen 3 Next)": [Group(0, SIZE), *STATES],
 }
 CHAIN = [digest(f"prompt {n}") for n in range(PROMPT)]
 
 
-def holder(namespace: str, groups: Groups) -> tuple[OwnSlotTable, EngineInfo]:
-    """An engine that has published the prompt's blocks in every group."""
-    keys = [(group.number, index) for group in groups.all for index in range(PROMPT)]
+def holder(namespace: str, groups: Groups, states: range) -> tuple[OwnSlotTable, EngineInfo]:
+    """An engine that has published the prompt's blocks in every group, and these of the states."""
+    keys = [
+        (group.number, index)
+        for group in groups.all
+        for index in (states if group.state else range(PROMPT))
+    ]
     spec = TableSpec(namespace, "holder", len(keys), SIZE, 1, Fingerprint(bytes(32)))
     table = OwnSlotTable.create(spec, Epoch(100))
     records = (
@@ -94,13 +101,14 @@ def measure(cache: SchedulerHalf, groups: Groups) -> dict[str, object]:
 
 def main() -> None:
     for name, model in MODELS.items():
-        run(name, Groups(model))
+        run(name, Groups(model), range(PROMPT))
+    run("the same, and one state at the begin", Groups([Group(0, SIZE), *STATES]), range(1))
 
 
-def run(name: str, groups: Groups) -> None:
+def run(name: str, groups: Groups, states: range) -> None:
     namespace = f"bench{os.getpid()}"
     with tempfile.TemporaryDirectory() as directory:
-        table, info = holder(namespace, groups)
+        table, info = holder(namespace, groups, states)
         server = SegmentServer(
             tables_socket(Path(directory), namespace),
             lambda asked: table.descriptor(asked.writable),

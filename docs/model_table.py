@@ -31,6 +31,7 @@ ENGINES = {
     "Gemma4ForCausalLM": f"{FAMILIES}[gemma4]",
     "Qwen3NextForCausalLM": f"{FAMILIES}[qwen3-next]",
     "Lfm2ForCausalLM": f"{FAMILIES}[lfm2]",
+    "NemotronHForCausalLM": f"{FAMILIES}[nemotron-h]",
 }
 """Architectures of which two real engines have shared, with the test."""
 SHOWN = {
@@ -45,7 +46,7 @@ SHOWN = {
     frozenset({"state (short_conv)", "full attention"}): ("engines", f"{FAMILIES}[lfm2]"),
     frozenset({"state (mamba1)", "full attention"}): STATES,
     frozenset({"state (mamba1)"}): STATES,
-    frozenset({"state (mamba2)", "full attention"}): CHECKPOINTS,
+    frozenset({"state (mamba2)", "full attention"}): ("engines", f"{FAMILIES}[nemotron-h]"),
     frozenset({"state (mamba2)"}): CHECKPOINTS,
     frozenset({"state (gdn_attn)", "latents"}): CHECKPOINTS,
     frozenset({"state (linear)", "latents"}): STATES,

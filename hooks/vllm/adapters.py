@@ -115,9 +115,9 @@ class Adapters:
     """What the ranks have loaded, and the requests that it concerns.  Scheduler's thread, but for
     ``rehash``."""
 
-    def __init__(self, num_ranks: int, kernels: str, block_size: int) -> None:
-        """``kernels``: how they compute with adapters; ``block_size``: tokens per hash."""
-        self._num_ranks, self._kernels, self._block_size = num_ranks, kernels, block_size
+    def __init__(self, num_ranks: int, kernels: str) -> None:
+        """``kernels``: how they compute with adapters."""
+        self._num_ranks, self._kernels = num_ranks, kernels
         self._loaded: Loaded = {}
         self._digests: dict[int, bytes] = {}
         """Of adapters that all ranks have told of."""
@@ -151,26 +151,30 @@ class Adapters:
         """A request with an adapter has ended."""
         self._requests.pop(request.request_id, None)
 
-    def _change(self, request: Any) -> None:
-        """Go on with a request whose adapter is another one now."""
-        placeholders = request.num_output_placeholders + len(request.spec_token_ids)
+    def _change(self, request: Any) -> bool:
+        """Go on with a request whose adapter is another one now; whether it has computed blocks
+        under the former one's keys."""
         if not request.num_computed_tokens:
             self.rehash(request)
-        elif type(hasher := request._block_hasher) is ContentHasher:
-            # Blocks that are begun, and all behind them, get keys that nobody else has.
-            computed = max(0, request.num_computed_tokens - placeholders)
-            request._block_hasher = ContentHasher(hasher.original, secrets.token_bytes(32))
-            del request.block_hashes[computed // self._block_size :]
-            request.update_block_hashes()
+            return False
+        if type(hasher := request._block_hasher) is not ContentHasher:
+            return False
+        # Keys that nobody else has, for what it has computed as well: it may be preempted, and
+        # compute its whole prompt anew.  Blocks in vLLM's cache keep the keys they have.
+        request._block_hasher = ContentHasher(hasher.original, secrets.token_bytes(32))
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        return True
 
     # -- what the ranks have loaded
 
-    def learn(self, loaded: Loaded) -> None:
-        """Take what ranks have loaded."""
+    def learn(self, loaded: Loaded) -> list[Any]:
+        """Take what ranks have loaded; returns the requests that have computed blocks with another
+        adapter than they have now."""
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
-        for number in {number for digests in loaded.values() for number in digests}:
-            self._settle(number)
+        numbers = {number for digests in loaded.values() for number in digests}
+        return [request for number in numbers for request in self._settle(number)]
 
     def forget(self, numbers: Iterable[int]) -> None:
         """The ranks have removed these adapters, and may load others with their numbers."""
@@ -179,18 +183,17 @@ class Adapters:
                 digests.pop(number, None)
             self._settle(number)
 
-    def _settle(self, number: int) -> None:
+    def _settle(self, number: int) -> list[Any]:
         parts = [self._loaded[rank].get(number) for rank in sorted(self._loaded)]
         known = len(parts) == self._num_ranks and all(parts)
         digest = digest_of([self._kernels, parts]) if known else None
         if digest == self._digests.get(number):
-            return
+            return []
         self._digests.pop(number, None)
         if digest is not None:
             self._digests[number] = digest
-        for request in self._requests.values():
-            if request.lora_request.lora_int_id == number:
-                self._change(request)
+        having = [r for r in self._requests.values() if r.lora_request.lora_int_id == number]
+        return [request for request in having if self._change(request)]
 
     def watch(self, executor: Any, ask: Callable[[], Iterable[Loaded | None]]) -> None:
         """Learn what calls of the ranks load and remove.  ``ask``: what each has loaded."""

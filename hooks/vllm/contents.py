@@ -44,10 +44,11 @@ class Contents:
         self._names_items = not trusts_ids and vllm_config.ec_transfer_config is None
         self._adapts_encoders = lora is not None and lora.enable_tower_connector_lora
         self.adapters: Adapters | None = None
-        """Those of an engine with LoRA."""
-        if lora is not None:
+        """Those of an engine with LoRA.  None for a mixture of experts on data-parallel ranks:
+        each engine's ranks load what an adapter has for their own experts alone."""
+        if lora is not None and vllm_config.parallel_config.data_parallel_size == 1:
             ranks = int(vllm_config.parallel_config.world_size)
-            self.adapters = Adapters(ranks, adapter_kernels(lora), block_size)
+            self.adapters = Adapters(ranks, adapter_kernels(lora))
         self.wanted = bool(model.is_multimodal_model or model.enable_prompt_embeds or lora)
         """Whether requests may need it."""
         self._watching = False

@@ -24,10 +24,11 @@ def digest_of(value: Any) -> bytes:
 
 def _parts(value: Any) -> Iterator[Any]:
     """The bytes that stand for a value, and for no other."""
+    kind = type(value).__name__
     if isinstance(value, dict):
         value = [[name, value[name]] for name in sorted(value)]
     if isinstance(value, list | tuple):
-        yield f"list {len(value)} ".encode()
+        yield f"{kind} {len(value)} ".encode()
         for one in value:
             yield from _parts(one)
     elif isinstance(value, torch.Tensor):

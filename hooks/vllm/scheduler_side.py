@@ -430,7 +430,10 @@ class SchedulerSide:
             self.importer.peers.attached.update(report.attached)
             self.cache.planner.attached(self.importer.peers.everywhere)
         if report.adapters and (adapters := self.importer.contents.adapters) is not None:
-            adapters.learn(report.adapters)
+            # Nobody has announced it: the step that has just ended computed with the new contents.
+            for request in adapters.learn(report.adapters):
+                if self._vllm is not None:
+                    self._vllm.drop_hashes(request)
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:

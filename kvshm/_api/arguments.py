@@ -105,10 +105,12 @@ def _group(number: int, group: Any) -> Group:
     """The group, of Python's own whole numbers: the fingerprint spells them."""
     if not isinstance(group, Group):
         raise MisuseError(f"group {number} is {group!r}; give a Group")
-    *numbers, state = dataclasses.astuple(group)
-    if not isinstance(state, bool):
-        raise MisuseError(f"group {number} has the state {state!r}; give True or False")
-    return Group(*(whole(f"a number of group {number}", n) for n in numbers), state=state)
+    if not isinstance(group.state, bool):
+        raise MisuseError(f"group {number} has the state {group.state!r}; give True or False")
+    own, size, scale, window, chunk, ahead = (
+        whole(f"a number of group {number}", n) for n in dataclasses.astuple(group)[:-1]
+    )
+    return Group(own, size, scale, window, chunk, ahead, group.state)
 
 
 def overlap(one: Region, other: Region) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from kvshm._base.forks import close_in_children
 from kvshm._base.rundir import board_file
+from kvshm._shm.available_memory import reserve
 from kvshm.errors import TransportError
 
 from .locks import has_name
@@ -49,6 +50,7 @@ class RankBoard:
             self._fd = _open(path)
             try:
                 os.ftruncate(self._fd, ranks * _ENTRY.size)  # as everybody does
+                reserve(self._fd, ranks * _ENTRY.size)
                 self._memory = mmap.mmap(self._fd, ranks * _ENTRY.size)
             except BaseException:
                 os.close(self._fd)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvshm._base.rundir import board_file
-from kvshm._node import board as board_module
-from kvshm._node.board import DIGEST_BYTES, RankBoard
+from kvshm._node.board import _ENTRY, DIGEST_BYTES, RankBoard
 from kvshm._node.leftovers import clear, left_by_engines
 from kvshm.errors import TransportError
 
@@ -84,9 +85,21 @@ def test_a_write_half_done_is_no_digest(board: RankBoard) -> None:
     before = board.look()
     board.show(0, OTHER)
     after = board.look()
-    for done in range(1, board_module._ENTRY.size):
+    for done in range(1, _ENTRY.size):
         half = after[:done] + before[done:]
         assert half == after or board.digests(half)[0] in (ONE, None)
+
+
+def test_without_room_there_is_no_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file would end whoever looks at it (SIGBUS)."""
+
+    def full(fd: int, nbytes: int) -> None:
+        assert nbytes == os.fstat(fd).st_size
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvshm._node.board.reserve", full)
+    with pytest.raises(TransportError, match="No space left"):
+        board_of(tmp_path)
 
 
 def test_what_cannot_be_mapped_is_said(tmp_path: Path) -> None:
@@ -122,7 +135,7 @@ def test_a_board_that_is_removed_meanwhile_is_made_again(
         monkeypatch.undo()
         board_file(tmp_path, "n", "ab").unlink()
 
-    monkeypatch.setattr(board_module.fcntl, "flock", removed_first)
+    monkeypatch.setattr(fcntl, "flock", removed_first)
     with closing(board_of(tmp_path)) as board:
         assert board.path.exists()
         board.show(0, ONE)

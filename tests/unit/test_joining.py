@@ -90,7 +90,10 @@ def join(memory: Any, **how: Any) -> Node:
         ({"groups": [Group(0, -4, scale=-1)]}, "keys of 4 tokens"),
         ({"groups": [Group(0, 4, window=-1)]}, "give a window"),
         ({"groups": [Group(0, 4, ahead=-1)]}, "give a window"),
-        ({"groups": [Group(0, 4, window=8, chunk=8)]}, "or a chunk"),
+        ({"groups": [Group(0, 4, window=8, chunk=8)]}, "a chunk or a state"),
+        ({"groups": [Group(0, 4, window=8, state=True)]}, "a chunk or a state"),
+        ({"groups": [Group(0, 4, ahead=1, state=True)]}, "nothing ahead"),
+        ({"groups": [Group(0, 4, state=1)]}, "give True or False"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(
@@ -155,6 +158,7 @@ ME = {"engine": "toy 1", "model": "m", "weights": "w", "settings": {"dtype": "f1
         {"regions": [Region(0, 8, 8, 4), Region(32, 8, 8, 4)]},
         {"groups": [Group(0, 4), Group(1, 4)]},
         {"groups": [Group(0, 4, window=8)]},
+        {"groups": [Group(0, 4, state=True)]},
         {"groups": [Group(0, 4, chunk=8)]},
         {"groups": [Group(0, 4, ahead=1)]},
         {"groups": [Group(0, 8, scale=2)]},

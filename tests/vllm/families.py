@@ -143,6 +143,22 @@ def write_lfm2(directory: Path) -> Path:
     )
 
 
+def write_nemotron_h(directory: Path) -> Path:
+    """Layers of Mamba 2, of attention, and of nothing but an MLP."""
+    return _write(
+        directory,
+        "NemotronHConfig",
+        num_hidden_layers=4,
+        hybrid_override_pattern="M*-M",
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=32,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=64,
+    )
+
+
 def write_qwen3_moe(directory: Path, **architecture: Any) -> Path:
     """Six experts in every layer, of which each token takes two."""
     shape = {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2}
@@ -254,6 +270,7 @@ SEVERAL_GROUPS = (
     Family("gemma4", write_gemma4, ((WINDOW, 256), (WINDOW, 256), *ONE)),
     Family("qwen3-next", write_qwen3_next, ((STATE, 384),) * 3 + ((FULL, 384),)),
     Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE),
+    Family("nemotron-h", write_nemotron_h, ((STATE, 256),) * 2 + ((FULL, 256),)),
 )
 MADE_ONE_GROUP = (
     Family("llama", write_model, ONE),

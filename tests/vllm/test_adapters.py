@@ -19,6 +19,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from kvshm.halves import Group, Groups, Plan
 from kvshm.hooks.vllm.adapters import AdapterDigests, Adapters, ContentHasher
+from kvshm.hooks.vllm.contents import Contents
 from kvshm.hooks.vllm.identity import fields as fields_module
 from kvshm.hooks.vllm.identity.fields import adapter_kernels
 from kvshm.hooks.vllm.imports.lookups import Lookups
@@ -127,7 +128,7 @@ def test_adapters_are_loaded_by_one_method_and_known_by_number() -> None:
 
 def test_an_adapter_is_known_when_all_ranks_have_told_of_it() -> None:
     def digest(*ranks: dict[int, dict[int, bytes]], kernels: str = "k") -> bytes | None:
-        adapters = Adapters(2, kernels, BLOCK_SIZE)
+        adapters = Adapters(2, kernels)
         for loaded in ranks:
             adapters.learn(loaded)
         return adapters._digests.get(1)
@@ -152,6 +153,14 @@ def test_how_adapters_are_computed_with_counts_for_their_requests_only(model: Pa
     left_out = fields_module._LEFT_OUT["LoRAConfig"]
     config = vllm_config(model, enable_lora=True).lora_config
     assert left_out.keys() <= config.__dataclass_fields__.keys()
+
+
+def test_ranks_that_load_parts_of_an_adapter_do_not_share_it(model: Path) -> None:
+    """Those of a mixture of experts: an engine knows nothing of what others load."""
+    config = vllm_config(model, enable_lora=True)
+    assert Contents(config, BLOCK_SIZE, trusts_ids=False).adapters is not None
+    config.parallel_config.data_parallel_size = 2
+    assert Contents(config, BLOCK_SIZE, trusts_ids=False).adapters is None
 
 
 # -- requests
@@ -223,8 +232,8 @@ def test_a_request_whose_adapter_changes_goes_on_with_keys_of_its_own(e: DrivenE
     assert len(e.ready()) == len(before) == 2
     load(e, 1, "b", in_place=True)
     steps(e, 2 * BLOCK_SIZE)
-    assert running.block_hashes[:2] == before
     assert len(running.block_hashes) == 4
+    assert not {*running.block_hashes} & {*before}
     assert len(e.ready()) == 2
     # The first contents come again: what the request computed meanwhile is not hit.
     known = running.all_token_ids[: 4 * BLOCK_SIZE]
@@ -244,22 +253,41 @@ def test_a_block_that_is_begun_is_keyed_anew(e: DrivenEngine) -> None:
     e.step()
     assert running.num_computed_tokens == BLOCK_SIZE + 5
     load(e, 1, "b", in_place=True)
-    assert running.block_hashes[0] == before[0]
     assert len(running.block_hashes) == 4
-    assert not {*running.block_hashes[1:]} & {*before}
+    assert not {*running.block_hashes} & {*before}
 
 
-def test_drafts_and_tokens_to_come_do_not_count_as_computed(e: DrivenEngine) -> None:
-    """They may be rejected, and computed anew with other contents."""
+def test_a_request_that_is_preempted_after_its_adapter_changed_hits_and_leaves_nothing(
+    e: DrivenEngine,
+) -> None:
+    """It computes its whole prompt with the new contents; the blocks of the old ones keep theirs,
+    and go."""
     lora = load(e, 1, "a")
-    running = ask(e, "running", lora, max_tokens=9)
-    e.step()
-    before = list(running.block_hashes)
-    running.num_computed_tokens = 2 * BLOCK_SIZE + 1
-    running.num_output_placeholders, running.spec_token_ids = 1, [5]
+    running = ask(e, "running", lora, max_tokens=3 * BLOCK_SIZE)
+    steps(e, 2)
     load(e, 1, "b", in_place=True)
-    assert running.block_hashes[0] == before[0]
-    assert running.block_hashes[1] != before[1]
+    e.scheduler.running.remove(running)
+    e.scheduler._preempt_request(running, 0.0)
+    e.scheduler.kv_cache_manager.evict_blocks(set(range(e.num_blocks)))
+    assert e.schedule().output.num_scheduled_tokens["running"] == running.num_tokens
+    load(e, 2, "a")
+    tokens = [*running.all_token_ids[: 2 * BLOCK_SIZE], 1]
+    again = e.add("again", tokens, max_tokens=1, lora_request=LoRARequest("n", 2, "path"))
+    assert e.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
+
+
+def test_what_a_step_computed_with_contents_that_nobody_announced_is_hit_by_none(
+    e: DrivenEngine,
+) -> None:
+    """vLLM had dropped the adapter and reads its files again within the step: they are others."""
+    lora = load(e, 1, "a")
+    load(e, 2, "a")
+    running = ask(e, "running", lora, max_tokens=9)
+    sent = e.schedule()
+    tokens = [*running.all_token_ids, 1]
+    e.run(sent, RankReport(sent.metadata.step, adapters={0: {1: b"other"}}))
+    again = e.add("again", tokens, max_tokens=1, lora_request=LoRARequest("n", 2, "path"))
+    assert e.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
 
 
 def test_a_request_that_waits_when_its_adapter_changes_is_hashed_anew(e: DrivenEngine) -> None:

@@ -18,9 +18,9 @@ from sharing_node import BLOCK_SIZE, observe
 from .conftest import Pair
 from .drafters import DRAFTERS, Drafter
 from .engines import PATIENCE_S, SharedNode
-from .families import WINDOW
+from .families import FEW_TOKENS, WINDOW
 from .oracle import Prompt, random_prompt
-from .test_families import TOKENS_PER_GROUP, servers, tell, wrong
+from .test_families import servers, tell, wrong
 
 __all__ = ["servers"]
 
@@ -53,9 +53,7 @@ def shared(
 ) -> Iterator[Shared]:
     drafter, (node, *engines) = request.param, servers
     arguments = drafter.arguments(tmp_path_factory.mktemp("drafter"))
-    arguments["num_gpu_blocks_override"] = (
-        len(drafter.family.groups) * 2 * TOKENS_PER_GROUP // BLOCK_SIZE
-    )
+    arguments["num_gpu_blocks_override"] = len(drafter.family.groups) * 2 * FEW_TOKENS // BLOCK_SIZE
     begin = {"arguments": arguments, "environment": dict(drafter.family.environment)}
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
