@@ -15,7 +15,7 @@ A request whose adapter changes under it goes on with keys of its own.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -38,6 +38,8 @@ class AdapterDigests:
         before that, if it took the place of another one and no call has announced that."""
         self._rank, self._loaded, self._changed = rank, loaded, changed
         self._known: dict[int, bytes] = {}
+        """All that was ever loaded: vLLM may drop an adapter, and load its files again."""
+        self._listed: Callable[[], Collection[int]] = frozenset
 
     def watch(self, manager: Any) -> None:
         """Digest all that vLLM's manager of adapters loads from now on.  Idempotent."""
@@ -53,6 +55,7 @@ class AdapterDigests:
 
         load_adapter.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
         manager._load_adapter = load_adapter
+        self._listed = manager.list_adapters
 
     def _take(self, lora_request: Any, adapter: Any) -> None:
         number = int(lora_request.lora_int_id)
@@ -66,8 +69,9 @@ class AdapterDigests:
         self._loaded({self._rank: {number: digest}})
 
     def known(self) -> Loaded:
-        """Return all that was loaded."""
-        return {self._rank: dict(self._known)}
+        """Return what is loaded now."""
+        listed = self._listed()
+        return {self._rank: {n: digest for n, digest in self._known.items() if n in listed}}
 
 
 def _plain(adapter: Any) -> dict[str, Any]:
@@ -151,30 +155,34 @@ class Adapters:
         """A request with an adapter has ended."""
         self._requests.pop(request.request_id, None)
 
-    def _change(self, request: Any) -> bool:
-        """Go on with a request whose adapter is another one now; whether it has computed blocks
-        under the former one's keys."""
+    def _change(self, request: Any) -> None:
+        """Go on with a request whose adapter is another one now."""
         if not request.num_computed_tokens:
             self.rehash(request)
-            return False
+            return
         if type(hasher := request._block_hasher) is not ContentHasher:
-            return False
+            return
         # Keys that nobody else has, for what it has computed as well: it may be preempted, and
         # compute its whole prompt anew.  Blocks in vLLM's cache keep the keys they have.
         request._block_hasher = ContentHasher(hasher.original, secrets.token_bytes(32))
         request.block_hashes.clear()
         request.update_block_hashes()
-        return True
 
     # -- what the ranks have loaded
 
-    def learn(self, loaded: Loaded) -> list[Any]:
-        """Take what ranks have loaded; returns the requests that have computed blocks with another
-        adapter than they have now."""
+    def learn(self, loaded: Loaded) -> bool:
+        """Take what ranks have loaded; returns whether they have loaded other contents for an
+        adapter whose requests were hashed by its contents before."""
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
         numbers = {number for digests in loaded.values() for number in digests}
-        return [request for number in numbers for request in self._settle(number)]
+        changed = [self._settle(number) for number in numbers]
+        return any(changed)
+
+    def disown(self) -> None:
+        """Have no request keep a key under which it has computed blocks."""
+        for request in self._requests.values():
+            self._change(request)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """The ranks have removed these adapters, and may load others with their numbers."""
@@ -183,17 +191,20 @@ class Adapters:
                 digests.pop(number, None)
             self._settle(number)
 
-    def _settle(self, number: int) -> list[Any]:
+    def _settle(self, number: int) -> bool:
+        """Returns whether an adapter had other contents before."""
         parts = [self._loaded[rank].get(number) for rank in sorted(self._loaded)]
         known = len(parts) == self._num_ranks and all(parts)
         digest = digest_of([self._kernels, parts]) if known else None
         if digest == self._digests.get(number):
-            return []
-        self._digests.pop(number, None)
+            return False
+        before = self._digests.pop(number, None)
         if digest is not None:
             self._digests[number] = digest
-        having = [r for r in self._requests.values() if r.lora_request.lora_int_id == number]
-        return [request for request in having if self._change(request)]
+        for request in self._requests.values():
+            if request.lora_request.lora_int_id == number:
+                self._change(request)
+        return before is not None and digest is not None
 
     def watch(self, executor: Any, ask: Callable[[], Iterable[Loaded | None]]) -> None:
         """Learn what calls of the ranks load and remove.  ``ask``: what each has loaded."""

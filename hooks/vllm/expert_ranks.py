@@ -115,7 +115,8 @@ class AllShares:
             return None
         self._entries = entries
         # Other ranks of a known layer of experts hold, besides their experts, what the own have.
-        unknown = {share[SHARE_BYTES:] for share in shares}.difference(self._own)
+        rests = [share[SHARE_BYTES:] for share in shares]
+        unknown = [bytes([i]) + rest for i, rest in enumerate(rests) if rest not in self._own]
         return with_experts(fields, [share[:SHARE_BYTES] for share in shares], unknown)
 
     def changed(self) -> bool:

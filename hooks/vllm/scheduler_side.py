@@ -299,7 +299,8 @@ class SchedulerSide:
 
     def _build_quiet(self, output: Any) -> StepMetadata:
         if (tracker := self.tracker) is not None:
-            tracker.step_built(self._step, output.num_scheduled_tokens)
+            preempted = output.preempted_req_ids
+            tracker.step_built(self._step, output.num_scheduled_tokens, preempted)
             if tracker.pending_changes:
                 tracker.pending_changes = False
                 tracker.publish_computed()
@@ -321,7 +322,8 @@ class SchedulerSide:
                 tracker.blocks_promised(load.targets)
             # Before publishing: this same schedule() may have hashed a block that the step writes.
             if busy:
-                completes = tracker.step_built(self._step, output.num_scheduled_tokens)
+                preempted = output.preempted_req_ids
+                completes = tracker.step_built(self._step, output.num_scheduled_tokens, preempted)
             tracker.publish_computed()
         self.cache.publisher.drain_before_dispatch()
         metadata = StepMetadata(
@@ -430,10 +432,12 @@ class SchedulerSide:
             self.importer.peers.attached.update(report.attached)
             self.cache.planner.attached(self.importer.peers.everywhere)
         if report.adapters and (adapters := self.importer.contents.adapters) is not None:
-            # Nobody has announced it: the step that has just ended computed with the new contents.
-            for request in adapters.learn(report.adapters):
-                if self._vllm is not None:
-                    self._vllm.drop_hashes(request)
+            changed = adapters.learn(report.adapters)
+            # Nobody has announced it: steps have computed with the new contents under the old ones'
+            # keys, and others on top of that.
+            if changed and self._vllm is not None:
+                self._vllm.drop_hashes()
+                adapters.disown()
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:

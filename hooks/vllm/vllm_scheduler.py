@@ -70,11 +70,10 @@ class VllmScheduler:
         known = self.scheduler.requests
         saved -= {name for name in saved if name in loading or name not in known}
 
-    def drop_hashes(self, request: Any) -> None:
-        """Let no request hit the blocks of this one: their hashes are of other contents."""
+    def drop_hashes(self) -> None:
+        """Let no request hit any block that there is now."""
         manager = self.scheduler.kv_cache_manager
-        tables = manager.get_blocks(request.request_id).blocks
-        manager.evict_blocks({b.block_id for table in tables for b in table if not b.is_null})
+        manager.evict_blocks({b.block_id for b in manager.block_pool.blocks if not b.is_null})
 
     def _awaits(self, request_id: str) -> bool:
         request = self.scheduler.requests.get(request_id)

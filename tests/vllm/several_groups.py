@@ -21,7 +21,17 @@ from kvshm.interfaces import Region
 
 from ..unit.exporters import Exporter
 from ..unit.served import ServedNode
-from .scheduling import DrivenEngine, Sent, chunk, full, latent_window, latents, states, window
+from .scheduling import (
+    BLOCK_SIZE,
+    DrivenEngine,
+    Sent,
+    chunk,
+    full,
+    latent_window,
+    latents,
+    states,
+    window,
+)
 
 KINDS: dict[str, list[Any]] = {
     "full and window": [full(), window(40)],
@@ -145,6 +155,15 @@ class Played:
         kept = (importer.imports, importer.running.by_id, importer.running._by_first_hash)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
         return free and not any((*kept, tracker._pending.promised, tracker._pending._held))
+
+
+def first_step(e: DrivenEngine, begin: int, tokens: int) -> int:
+    """How many tokens of a prompt vLLM computes first behind ``begin``: with states a step ends at
+    the last boundary, unless it can save the state there within a step."""
+    splits = e.scheduler.need_mamba_block_aligned_split
+    if splits and not e.scheduler.mamba_has_prefill_checkpoint_blocks:
+        tokens = (tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    return tokens - begin
 
 
 def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]:

@@ -35,7 +35,14 @@ from .scheduling import BLOCK_SIZE, DrivenEngine, Make, plan_of, prompt, vllm_co
 class Manager:
     """Loads adapters as vLLM's does."""
 
+    def __init__(self) -> None:
+        self.listed: set[int] = set()
+
+    def list_adapters(self) -> set[int]:
+        return self.listed
+
     def _load_adapter(self, asked: LoRARequest) -> LoRAModel:
+        self.listed.add(asked.lora_int_id)
         helper = PEFTHelper.from_local_dir(asked.lora_path, 8192)
         return LoRAModel.from_local_checkpoint(
             asked.lora_path, set(SHAPES), helper, lora_model_id=asked.lora_int_id, device="cpu"
@@ -153,6 +160,15 @@ def test_how_adapters_are_computed_with_counts_for_their_requests_only(model: Pa
     left_out = fields_module._LEFT_OUT["LoRAConfig"]
     config = vllm_config(model, enable_lora=True).lora_config
     assert left_out.keys() <= config.__dataclass_fields__.keys()
+
+
+def test_an_adapter_that_is_gone_is_told_of_no_more(tmp_path: Path) -> None:
+    rank = Rank()
+    for number in (1, 2):
+        rank.load(write_adapter(tmp_path / str(number), seed=number), number)
+    assert rank.digests.known()[3].keys() == {1, 2}
+    rank.manager.listed.remove(1)
+    assert rank.digests.known()[3].keys() == {2}
 
 
 def test_ranks_that_load_parts_of_an_adapter_do_not_share_it(model: Path) -> None:

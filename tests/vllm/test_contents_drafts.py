@@ -210,6 +210,23 @@ class Rank:
                 self.seen += 1
 
 
+def work(rank: Rank, asynchronous: bool, sessions: bool = True) -> None:
+    """Random work, after each bit of which all that others may read is checked."""
+    for _ in range(500):
+        kind = rank.rnd.random()
+        if kind < 0.14:
+            rank.add()
+        elif kind < 0.16:
+            rank.abort()
+        elif kind < 0.21 and sessions:
+            rank.go_on()
+        elif len(rank.steps) > asynchronous or (rank.steps and kind < 0.5):
+            rank.run()
+        else:
+            rank.schedule()
+        rank.check()
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("drafts", [False, True])
@@ -230,18 +247,26 @@ def test_what_others_may_read_is_of_tokens_that_stayed(
         **({"speculative_config": SPECULATION} if drafts else {}),
     )
     rank = Rank(e, random.Random(seed), drafts, policy == "priority")
-    for _ in range(500):
-        kind = rank.rnd.random()
-        if kind < 0.14:
-            rank.add()
-        elif kind < 0.16:
-            rank.abort()
-        elif kind < 0.21:
-            rank.go_on()
-        elif len(rank.steps) > asynchronous or (rank.steps and kind < 0.5):
-            rank.run()
-        else:
-            rank.schedule()
-        rank.check()
+    work(rank, asynchronous)
     assert rank.preempted
     assert rank.seen > 100
+
+
+def test_a_block_that_ended_with_drafts_is_not_shown_if_its_request_is_preempted_at_once(
+    engine: Make,
+) -> None:
+    """Its drafts are rejected, vLLM gives it a hash for the token that comes in their place, and
+    preempts its request in the same schedule(): that token is never computed."""
+    e = engine(
+        asynchronous=True,
+        num_blocks=random.Random(42).choice((16, 20, 24)),
+        max_num_batched_tokens=80,
+        max_num_seqs=8,
+        scheduling_policy="priority",
+        long_prefill_token_threshold=32,
+        scheduler_reserve_full_isl=False,
+        speculative_config=SPECULATION,
+    )
+    rank = Rank(e, random.Random(42), True, True)
+    work(rank, True, sessions=False)
+    assert rank.preempted

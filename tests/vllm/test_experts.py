@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
 from kvshm.hooks.vllm.identity.experts import PLACEMENT, held_experts, share_of, total
 from kvshm.hooks.vllm.identity.weights import weights_digest
+from kvshm.hooks.weights import WeightsUnknown
 
 EXPERTS, INNER, HIDDEN = 7, 12, 4
 
@@ -211,3 +212,13 @@ def test_a_module_without_weights_of_its_own_holds_no_experts() -> None:
     runner.moe_config, runner.expert_map_manager = held.moe_config, held.expert_map_manager
     model.runner = runner
     assert [each.layer for each in held_experts(model)] == ["layer0.experts", "layer1.experts"]
+
+
+def test_experts_that_are_kept_elsewhere_are_unknown() -> None:
+    """vLLM's kernels for MXFP4 keep matrices in objects of their own; biases stay parameters."""
+    one = layer(Checkpoint(), 0, parallel(1, 0, divided=False), "linear")
+    one.__class__ = type("RoutedExperts", (torch.nn.Module,), {})
+    assert len(held_experts(one)) == 1
+    del one.w13_weight, one.w2_weight
+    with pytest.raises(WeightsUnknown, match="keeps the experts of  where they cannot be read"):
+        held_experts(one)

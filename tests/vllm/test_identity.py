@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.config import CompilationConfig
+from vllm.config import CompilationConfig, MambaConfig
 from vllm.config.attention import AttentionConfig
 from vllm.config.compilation import PassConfig
 from vllm.config.kernel import KernelConfig
@@ -203,10 +203,14 @@ def test_over_how_many_ranks_a_mixture_is_spread_does_not_count_but_how_tokens_t
 
 def compiled(**given: Any) -> str:
     """The field ``execution`` of an engine that is compiled with these settings."""
-    kernels = KernelConfig(**given.pop("kernels", {}))
-    compilation = CompilationConfig(mode=3, custom_ops=["none"], **given)
+    kernels, states = KernelConfig(**given.pop("kernels", {})), given.pop("states", {})
+    additional = given.pop("additional", {})
     config = SimpleNamespace(
-        compilation_config=compilation, kernel_config=kernels, attention_config=AttentionConfig()
+        compilation_config=CompilationConfig(mode=3, custom_ops=["none"], **given),
+        kernel_config=kernels,
+        attention_config=AttentionConfig(),
+        mamba_config=MambaConfig(**states),
+        additional_config=additional,
     )
     return fields_module._execution(config)
 
@@ -218,6 +222,8 @@ def compiled(**given: Any) -> str:
         {"pass_config": PassConfig(fuse_norm_quant=True)},
         {"kernels": {"enable_flashinfer_autotune": True}},
         {"kernels": {"enable_rocm_segmented_attn_autotune": True}},
+        {"states": {"backend": "flashinfer"}},
+        {"additional": {"gdn_prefill_backend": "triton"}},
         {"inductor_passes": {"post_grad_custom_post_pass": "textwrap.dedent"}},
         {"splitting_ops": []},
         {"use_inductor_graph_partition": True},

@@ -23,7 +23,7 @@ from kvshm._shm import statistics as c
 from kvshm.hooks.vllm.imports.twins import TWIN_WAIT_SECONDS
 from kvshm.interfaces import Region
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, states, window
 from .several_groups import KINDS, PeerOf, Played
 from .several_groups import peer_of as peer_of
 
@@ -192,6 +192,21 @@ def test_prompts_that_part_copy_their_common_blocks_once_if_these_are_most(
     n.finish()
     assert n.filled == [("first", BLOCKS), ("second", BLOCKS if copied_twice else BLOCKS - common)]
     assert n.scheduled["second"][0] == 3
+
+
+@pytest.mark.parametrize("other", [window(40), states()], ids=["window", "states"])
+def test_nobody_waits_for_an_import_that_leaves_it_nothing_to_hit(
+    node: Callable[..., Node], other: Any
+) -> None:
+    """The windows and states that an import brings are those at its end."""
+    n = node(False, specs=[full(), other])
+    first, second = prompt(BLOCKS), [*prompt(6, 0), *prompt(BLOCKS - 6, first=9000)]
+    for tokens in (first, second):
+        n.peer.hold_all(tokens)
+    n.e.add("first", first)
+    n.e.add("second", second)
+    sent = n.step()
+    assert {load.load_id for load in sent.metadata.loads} == {"first", "second"}
 
 
 @BOTH_WAYS

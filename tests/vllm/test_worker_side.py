@@ -229,6 +229,7 @@ def test_a_loaded_adapter_is_reported_with_the_next_step_and_to_who_asks(
     side = connector._worker
     assert side is not None
     digests = AdapterDigests(Rank(0), side._adapter_loaded, side._weights_load)
+    digests._listed = lambda: {7, 8}  # by vLLM's manager
     side._weights.adapters = digests
     step(connector, StepMetadata(1))
     digests._take(LoRARequest("name", 7, "path"), SimpleNamespace(loras={}))

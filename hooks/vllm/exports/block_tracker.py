@@ -28,6 +28,7 @@ from kvshm.halves import (
     Marks,
     Run,
     SchedulerHalf,
+    blocks_of,
     touching,
 )
 
@@ -40,7 +41,7 @@ from .pool_watch import CACHED, TABLES, by_group
 class TrackedRequest:
     """A request and the state of its block tables."""
 
-    __slots__ = ("complete", "epochs", "preemptions", "prompt", "request", "sound")
+    __slots__ = ("complete", "doubtful", "epochs", "preemptions", "prompt", "request", "sound")
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -49,6 +50,8 @@ class TrackedRequest:
         self.sound = False  # whether the blocks that the request's steps compute are sound
         self.prompt = 0  # its length, which grows with each input of a session
         self.complete = 0  # no block behind this number of hashes has a mark, in any table
+        self.doubtful: list[BlockId] = []
+        """Marked blocks that are complete only if drafts of a step under way are accepted."""
 
 
 class BlockTracker:
@@ -133,10 +136,15 @@ class BlockTracker:
         elif epoch_state is not None:
             self.expecting = True
 
-    def step_built(self, number: int, scheduled: dict[str, int]) -> CompletedRuns:
+    def step_built(
+        self, number: int, scheduled: dict[str, int], preempted: Iterable[str] | None = None
+    ) -> CompletedRuns:
         """Retract what a step writes that computes ``scheduled`` tokens of each request, and is
-        about to be dispatched; returns the blocks that it completes."""
+        about to be dispatched; returns the blocks that it completes.  ``preempted``: requests that
+        vLLM has preempted for it."""
         runs: CompletedRuns = []
+        for name in preempted or ():
+            self._clear_doubtful(name)
         if not self.expecting:
             return runs
         size, epochs, drafts = self._block_size, self._epochs, self._drafts
@@ -147,6 +155,16 @@ class BlockTracker:
         if runs:
             self._pending.steps.append((number, runs))
         return runs
+
+    def _clear_doubtful(self, request_id: str) -> None:
+        """Take back the marks of blocks that ended with drafts: vLLM may give a block its hash and
+        preempt its request at once, and no step of the request follows that would take them back.
+        """
+        if (tracked := self._requests.get(request_id)) is None or not tracked.doubtful:
+            return
+        if published := self._marks.clear(tracked.doubtful):
+            self._retract(published)
+        tracked.doubtful = []
 
     def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> list[Run]:
         """``step_built`` for one request, whose tokens the step computes up to ``end``, from hash
@@ -160,7 +178,7 @@ class BlockTracker:
             tracked.sound = False
         # With asynchronous scheduling the last token's value is not known yet.
         known = min(end, request.num_tokens + request.num_output_placeholders)
-        tracked.complete = 0
+        tracked.complete, tracked.doubtful = 0, []
         runs = []
         for group, tables in self._tables:
             table, start = tables.get(request.request_id, ()), first // group.scale
@@ -175,7 +193,11 @@ class BlockTracker:
             if published:
                 self._retract(published)
             if packed:
-                runs.append(_run(request.block_hashes, start, packed, group, request.request_id))
+                run = _run(request.block_hashes, start, packed, group, request.request_id)
+                runs.append(run)
+                if self._drafts:
+                    sure = max(request.num_tokens // group.block_size - start, 0)
+                    tracked.doubtful += blocks_of([run])[sure:]
         return runs
 
     def _first_state(self, table: Sequence[Any], start: int, last: int) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from kvshm._base.fingerprint import EXPERTS, WEIGHTS
 
-from ...weights import digest_tensors, where
+from ...weights import WeightsUnknown, digest_tensors, where
 
 SHARE_BYTES = 32
 NO_EXPERTS = bytes(SHARE_BYTES)
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 def held_experts(model: torch.nn.Module) -> list[Held]:
-    """Return the experts of each layer that has some."""
+    """Return the experts of each layer that has some.  Raises WeightsUnknown."""
     held = (_held(name, module) for name, module in sorted(model.named_modules()))
     return [found for found in held if found is not None]
 
@@ -76,6 +76,10 @@ def _held(name: str, module: torch.nn.Module) -> Held | None:
         and tensor.ndim
         and len(tensor) == len(experts)
     }
+    # vLLM's runner of such a layer has no tensors, and is not of that class.
+    kept = any(tensor.ndim >= 3 for tensor in tensors.values())  # a matrix for each expert
+    if not kept and any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__):
+        raise WeightsUnknown(f"vLLM keeps the experts of {name} where they cannot be read")
     parallel = config.moe_parallel_config
     part = parallel.tp_rank, parallel.tp_size
     return Held(name, experts, part, tensors) if tensors else None

@@ -263,6 +263,8 @@ def _execution(vllm_config: VllmConfig) -> str:
     custom = sorted(set(compilation.custom_ops))
     parts: list[object] = [custom]
     parts += [_settings(vllm_config.kernel_config), _settings(vllm_config.attention_config)]
+    # How states are computed and rounded: some of it stands in vLLM's additional_config.
+    parts += [_settings(vllm_config.mamba_config), vllm_config.additional_config]
     if mode != "none":
         inductor = {k: v for k, v in compilation.inductor_compile_config.items() if not callable(v)}
         parts += [_settings(compilation), inductor]

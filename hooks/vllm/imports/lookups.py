@@ -12,6 +12,8 @@ from .request_import import Answer, Decision, RequestImport
 AGAIN_SECONDS = 0.1
 """How long, with several groups, a request that was looked up in vain is not looked up again: such
 a search takes long, and vLLM asks in every step."""
+AGAIN_TIMES = 100
+"""And for how many times as long as the search has taken: a state is looked for block by block."""
 KEPT_SECONDS = 1.0
 """How long, with several groups, a plan is kept while its request waits."""
 
@@ -37,8 +39,10 @@ class Lookups:
         answer = import_.answer
         asked = (start, stop, hashes[stop - 1])  # the last: an adapter that changes changes it
         if answer is None or not self._holds(answer, asked):
+            begun = self._clock()
             plan = self._planner.lookup(hashes, start, stop)
-            until = self._clock() + (AGAIN_SECONDS if plan is None else KEPT_SECONDS)
+            again = max(AGAIN_SECONDS, AGAIN_TIMES * (self._clock() - begun))
+            until = self._clock() + (again if plan is None else KEPT_SECONDS)
             common = self._planner.common_prefix * self._block_size
             import_.answer = answer = Answer(until, asked, plan, common)
         self._keep_windows(import_.request, answer.plan, answer.common)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 from kvshm._base.ids import BlockId
-from kvshm.halves import Group, Groups
+from kvshm.halves import Groups
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
@@ -18,8 +18,6 @@ LOOK_BACK = 16
 NO_ROOM_SECONDS = 1.0
 """How long a request for whose import there was no room is not looked up again, unless more blocks
 are free."""
-STATES_HELD = 2
-"""A state is read from one block and written to the next."""
 SPARE = 8
 """An 8th of the pool's blocks must stay free during an asynchronous import, for other requests."""
 
@@ -129,28 +127,34 @@ class PoolRoom:
 
     def _rest(self, request: Any) -> int:
         """Blocks that a request needs for its tokens and does not hold yet."""
-        tables = self._manager.get_blocks(request.request_id).blocks
-        needed = zip(self._groups.all, self._blocks_by_group(request), tables, strict=True)
-        return sum(max(blocks - _held(group, table, blocks), 0) for group, blocks, table in needed)
+        return self._needed(request, self._manager.get_blocks(request.request_id).blocks)
 
     def _blocks(self, request: Any) -> int:
-        """Blocks that vLLM reserves for a request's tokens, counting partly filled ones."""
-        return sum(self._blocks_by_group(request))
+        """Blocks that vLLM reserves for the tokens of a request that has none, counting partly
+        filled ones."""
+        return self._needed(request, [()] * len(self._managers))
 
-    def _blocks_by_group(self, request: Any) -> Iterator[int]:
-        """``_blocks`` of each group: in a windowed one no more than it ever holds at a time, and
-        of states the one that it goes on from and those that a step writes."""
-        for group, manager in zip(self._groups.all, self._managers, strict=True):
-            filled = -(-int(request.num_tokens) // group.block_size)
-            most = manager.max_admission_blocks_per_request
+    def _needed(self, request: Any, tables: Sequence[Sequence[Any]]) -> int:
+        """As vLLM, which counts the null blocks of a table, too: else a request that decodes behind
+        its window would need, for ever, what a prefill holds at most."""
+        needed = 0
+        for group, manager, table in zip(self._groups.all, self._managers, tables, strict=True):
             if group.state:
-                checkpoints = int(manager.has_prefill_checkpoint_blocks)
-                most = STATES_HELD + manager.num_speculative_blocks + checkpoints
-            yield filled if most is None else min(filled, most)
+                needed += self._states(manager, request)
+                continue
+            filled = -(-int(request.num_tokens) // group.block_size)
+            most = manager.max_admission_blocks_per_request  # of a window
+            needed += max((filled if most is None else min(filled, most)) - len(table), 0)
+        return needed
 
-
-def _held(group: Group, table: Sequence[Any], blocks: int) -> int:
-    """How many of the ``blocks`` that a request needs its table has.  As vLLM, counting the null
-    blocks too: else a request that decodes behind its window would need, for ever, what a prefill
-    holds at most.  States are held at the end of the table alone."""
-    return sum(not b.is_null for b in table[-blocks:]) if group.state else len(table)
+    def _states(self, manager: Any, request: Any) -> int:
+        """Blocks that a request still needs for states, as vLLM's own manager of them counts."""
+        tokens, computed = request.num_tokens, request.num_computed_tokens
+        prefill_end = max(request.num_prompt_tokens, tokens - 1)
+        return int(
+            manager.get_num_blocks_to_allocate(
+                request.request_id, tokens, (), computed, computed, tokens,
+                apply_admission_cap=True,
+                prefill_end=prefill_end if self._manager.coordinator.retention_interval == 0 else 0,
+            )
+        )  # fmt: skip

@@ -163,7 +163,8 @@ class RequestImport:
     load: Load = field(init=False)  # from ALLOCATED on
     no_room: NoRoom | None = None
     # Twins
-    waits_until: float | None = None  # for another request's import of the same prefix
+    waits_for: Any = None  # another request's import of the same prefix
+    waits_until: float | None = None
     # Lookups
     answer: Answer | None = None
     decision: Decision | None = None

@@ -45,15 +45,18 @@ class Twins:
         it is to wait for another one's import."""
         twin = self._of(import_, start)
         if twin is None:
-            import_.waits_until = None
+            import_.waits_for = import_.waits_until = None
             return ANY_WAY
         if twin.way is Way.AT_ONCE:  # arrives with the step
             return (Way.AT_ONCE,) if self._loses_its_turn(import_, twin, start, stop) else LATER
-        now = self._clock()
-        if import_.waits_until is None:
+        now, until = self._clock(), import_.waits_until
+        if (
+            until is None or import_.waits_for is not twin
+        ):  # the first to lose patience is waited for
             expected = self._running.seconds_left(twin)
-            import_.waits_until = now + TWIN_WAIT_SECONDS + PATIENCE * expected
-        return LATER if now < import_.waits_until else ANY_WAY
+            until = now + TWIN_WAIT_SECONDS + PATIENCE * expected
+            import_.waits_for, import_.waits_until = twin, until
+        return LATER if now < until else ANY_WAY
 
     def computes_sooner(self, import_: RequestImport, start: int, stop: int) -> bool:
         """Whether the request is computed before that part of an import would be copied that it
@@ -68,9 +71,15 @@ class Twins:
         return useless > 0 and self._planner.computes_within(tokens, seconds)
 
     def _of(self, import_: RequestImport, start: int) -> RequestImport | None:
-        """The import under way, of another request, that begins where this one's would."""
+        """The import under way, of another request, that begins where this one's would, and leaves
+        something that this one can hit."""
         found = self._running.of_block(import_.request.block_hashes[start])
-        return None if found is None or found.request_id == import_.request_id else found
+        if found is None or found.request_id == import_.request_id:
+            return None
+        whole = any(group.window or group.state for group in self._running.groups.all)
+        if whole and self._common(import_, found) < found.load.span.length:
+            return None  # its windows and states are those at its end
+        return found
 
     def _common(self, import_: RequestImport, twin: RequestImport) -> int:
         chains = import_.request.block_hashes, twin.request.block_hashes
