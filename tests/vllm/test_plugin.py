@@ -31,7 +31,7 @@ from kvshm.hooks.vllm.transfer_config import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
 from .odd_vllm import FILE, NAME, TOO_OLD, UNTESTED, changed_copy, dotted
-from .tiny_config import MAMBA, engine_config
+from .tiny_config import engine_config
 
 MakeConfig = Callable[..., VllmConfig]
 
@@ -307,14 +307,6 @@ def test_a_registry_that_vllm_changed_declines(
     monkeypatch.delattr(KVConnectorFactory, "register_connector")
     plugin.activate()
     assert "this vLLM is not as kvshm knows it: AttributeError" in lines[-1]
-
-
-@pytest.mark.usefixtures("enabled")
-def test_layers_that_cannot_be_shared_are_named_before_a_connector_is_installed(
-    tmp_path: Path, lines: Lines
-) -> None:
-    assert engine_config(tmp_path / "model", MAMBA, block_size=None).kv_transfer_config is None
-    assert "some layers keep a state instead of blocks" in lines[-1]
 
 
 @pytest.mark.usefixtures("beside")

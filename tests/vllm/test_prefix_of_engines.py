@@ -115,7 +115,10 @@ def before(group: Group, length: int) -> set[Key]:
     return {(group.number, index) for index in range(length // group.scale)}
 
 
-@pytest.mark.parametrize(("name", "drafts"), MODELS_AND_DRAFTS)
+# An engine with one group of full attention does not use own blocks behind a gap.
+@pytest.mark.parametrize(
+    ("name", "drafts"), [each for each in MODELS_AND_DRAFTS if each != ("latents", False)]
+)
 def test_published_blocks_of_all_engines_count_like_one_cache(
     served: ServedNode, name: str, drafts: bool
 ) -> None:
