@@ -342,6 +342,19 @@ def test_what_no_own_rank_has_counts_because_it_may_be_experts(board: RankBoard)
     assert found[2] != found[4]
 
 
+def test_which_rank_holds_what_no_own_rank_has_counts(tmp_path: Path) -> None:
+    """It may be experts of a kind of layer that is not known: exchanged, they are another model."""
+    rests = [rest_of({"weights": name}) for name in "wxy"]
+    found = []
+    for number, order in enumerate(((0, 1, 2), (0, 2, 1))):
+        with closing(RankBoard.named(tmp_path, "n", f"a{number}", 3)) as board:
+            for rank, which in enumerate(order):
+                board.show(rank, bytes(SHARE_BYTES) + rests[which])
+            found.append(AllShares(board, dict, rests[:1], pytest.fail).fields())
+    assert None not in found
+    assert found[0] != found[1]
+
+
 def test_ranks_that_show_nothing_are_named_once(board: RankBoard) -> None:
     now, lines = [0.0], []
     all_shares = AllShares(board, dict, [REST], lines.append, lambda: now[0])

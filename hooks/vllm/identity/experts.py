@@ -132,8 +132,8 @@ def with_experts(
     fields: dict[str, str], shares: Iterable[bytes], unknown: Collection[bytes] = ()
 ) -> dict[str, str]:
     """Return ``fields`` with EXPERTS, the sum of the ranks' ``shares`` of the model's experts.
-    ``unknown``: ``rest_of`` ranks that hold what no own rank has, so perhaps experts in layers that
-    are not known here."""
+    ``unknown``: number and ``rest_of`` of ranks that hold what no own rank has, so perhaps experts
+    in layers that are not known here."""
     together = total([*shares, *(sha256(rest).digest() for rest in unknown)])
     return {**fields, EXPERTS: "none" if together == NO_EXPERTS else together.hex()}
 
