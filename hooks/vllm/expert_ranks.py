@@ -114,8 +114,8 @@ class AllShares:
         if (fields := self._fields()) is None:
             return None
         self._entries = entries
-        # Other ranks of a known layer of experts hold, besides their experts, what the own have.  If
-        # one does not, it may hold experts of another kind of layer, and which rank does so counts.
+        # Other ranks of a known layer of experts hold, besides their experts, what the own have.
+        # One that does not may hold experts of another kind of layer: which rank does so counts.
         rests = [share[SHARE_BYTES:] for share in shares]
         unknown = [i.to_bytes(4) + rest for i, rest in enumerate(rests) if rest not in self._own]
         return with_experts(fields, [share[:SHARE_BYTES] for share in shares], unknown)
