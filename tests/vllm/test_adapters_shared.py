@@ -18,7 +18,9 @@ from .adapter_files import write_adapter
 from .conftest import Pair
 from .engines import SharedNode
 from .oracle import Prompt, random_prompt, shareable
-from .test_families import InTurnSpec, tell
+from .test_families import servers, tell
+
+__all__ = ["servers"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -58,24 +60,18 @@ class Shared(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    nowhere, inside = tmp_path_factory.getbasetemp(), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with SharedNode() as node:
-        node.start_coordinator()
-        engines = node.start_engines(
-            InTurnSpec("one-in-turn", nowhere, core=0, environment=inside),
-            InTurnSpec("other-in-turn", nowhere, core=1, environment=inside),
-        )
-        arguments = {"model": str(model), "num_gpu_blocks_override": 256, "enable_lora": True}
-        arguments |= {"max_lora_rank": 16, "max_loras": 2}
-        begin = {"arguments": arguments, "environment": {}}
-        with ThreadPoolExecutor() as pool:
-            made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
-        assert all(cache["shares"] for cache in made)
-        node.wait_joined(*engines)
-        yield Shared(*Pair(node, *engines))
-        for engine in engines:
-            tell(engine, "/end")
+def shared(servers: Pair, model: Path) -> Iterator[Shared]:
+    node, *engines = servers
+    arguments = {"model": str(model), "num_gpu_blocks_override": 256, "enable_lora": True}
+    arguments |= {"max_lora_rank": 16, "max_loras": 2}
+    begin = {"arguments": arguments, "environment": {}}
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
+    assert all(cache["shares"] for cache in made)
+    node.wait_joined(*engines)
+    yield Shared(*servers)
+    for engine in engines:
+        tell(engine, "/end")
 
 
 def test_equal_contents_are_imported_whatever_they_are_called(

@@ -16,8 +16,10 @@ from sharing_node import BLOCK_SIZE, observe
 from .conftest import Pair
 from .engines import SharedNode
 from .oracle import Prompt, random_prompt
-from .test_families import InTurnSpec, tell, wrong
+from .test_families import servers, tell, wrong
 from .vision import IMAGE_TOKENS, image_token, write_vision
+
+__all__ = ["servers"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -60,19 +62,6 @@ class Shared(NamedTuple):
             answer = self.a.complete(prompt, pictures=[picture], **ALONE, **options)
         assert (seen.tokens.local_hit, seen.tokens.imported) == (tokens, 0)
         return answer
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pytest.importorskip("vllm")
-    nowhere, inside = tmp_path_factory.getbasetemp(), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with SharedNode() as node:
-        node.start_coordinator()
-        engines = node.start_engines(
-            InTurnSpec("one-in-turn", nowhere, core=0, environment=inside),
-            InTurnSpec("other-in-turn", nowhere, core=1, environment=inside),
-        )
-        yield Pair(node, *engines)
 
 
 @pytest.fixture(scope="module")
