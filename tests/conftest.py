@@ -45,6 +45,12 @@ def _cost(item: pytest.Item) -> tuple[int, bool, bool]:
     return _folder(item), starts_engines is not None, is_long is not None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What only make test-nightly runs is not for make test either."""
+    if item.get_closest_marker("nightly"):
+        item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run cheap tests first, so that a mistake shows before minutes of engines."""
     for item in items:

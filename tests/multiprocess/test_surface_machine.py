@@ -395,5 +395,5 @@ class _ForLong(SurfaceMachine):
     """The same machine, as another test."""
 
 
-TestSurfaceForLong = pytest.mark.nightly(pytest.mark.long(_ForLong.TestCase))
+TestSurfaceForLong = pytest.mark.nightly(_ForLong.TestCase)
 TestSurfaceForLong.settings = settings(QUICK, max_examples=50, derandomize=False)

@@ -143,6 +143,22 @@ def test_files_that_commands_name_exist() -> None:
     check_pages(files_of_commands)
 
 
+def test_files_with_long_tests_are_listed_where_developers_look() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    marked = re.compile(r"mark\.(?:long|nightly)\b")
+    files = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())
+    ]
+    assert len(files) > 20
+    names = {path.relative_to(ROOT).as_posix() for path in files}
+    listed = {
+        name
+        for name in names
+        if f"| `{name}` |" in page or f"| `{name[: name.rindex('/') + 1]}` |" in page
+    }
+    assert listed == names
+
+
 def test_what_is_called_is_found() -> None:
     assert "FAST=1" in "\n".join(called(ROOT / "CONTRIBUTING.md", "make"))
     assert "A wheel for aarch64 (**untested**)" in (ROOT / "CONTRIBUTING.md").read_text()

@@ -53,7 +53,6 @@ def test_of_forty_flipped_bytes_one_is_an_exception_or_a_miss(subject: str) -> N
 
 
 @pytest.mark.nightly  # the one before flips a byte of forty of the same
-@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("subject", "header_bytes", "rest"),

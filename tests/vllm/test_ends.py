@@ -17,7 +17,7 @@ from local_node import Engine
 from .ends import Row, end
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROWS = (
     Row(True, 1, "importing", "group", "SIGINT"),
