@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.config import CompilationConfig, MambaConfig
+from vllm.config import CompilationConfig, MambaConfig, SpeculativeConfig
 from vllm.config.attention import AttentionConfig
 from vllm.config.compilation import PassConfig
 from vllm.config.kernel import KernelConfig
@@ -34,7 +35,7 @@ from kvshm.hooks.vllm.identity.fields import (
     with_none_hash,
 )
 
-from .tiny_config import cache_config, engine_config, spec
+from .tiny_config import TINY_LLAMA, cache_config, engine_config, spec
 
 Fields = dict[str, str]
 TWO_LAYERS = {f"model.layers.{i}.self_attn.attn": spec() for i in range(2)}
@@ -58,12 +59,15 @@ def small_model(seed: int = 1) -> torch.nn.Module:
     return torch.nn.Linear(8, 8)
 
 
-def all_fields(directory: Path, architecture: dict[str, Any] | None = None, **given: Any) -> Fields:
+def all_fields(
+    directory: Path, architecture: dict[str, Any] | None = None, num_models: int = 1, **given: Any
+) -> Fields:
     """What an engine with this configuration and one rank would join with."""
     vllm_config = engine_config(directory, architecture or {}, **given)
     kv_cache_config = cache_config(vllm_config, "LBNHC", 8, TWO_LAYERS)
     vllm_config.compilation_config.static_forward_context.update(dict.fromkeys(TWO_LAYERS, Layer()))
-    ranks = [rank_fields(vllm_config, kv_cache_config, [small_model()])]
+    models = [small_model()] * num_models
+    ranks = [rank_fields(vllm_config, kv_cache_config, models)]
     return scheduler_fields(vllm_config, kv_cache_config, ranks)
 
 
@@ -237,7 +241,7 @@ def test_what_becomes_another_kernel_counts(given: dict[str, Any]) -> None:
 
 
 def test_what_is_left_out_is_a_setting_of_vllm_and_has_a_reason() -> None:
-    for config in (CompilationConfig, KernelConfig, AttentionConfig):
+    for config in (CompilationConfig, KernelConfig, AttentionConfig, SpeculativeConfig):
         left_out = fields_module._LEFT_OUT[config.__name__]
         assert left_out.keys() <= config.__dataclass_fields__.keys()
         assert all(left_out.values())
@@ -299,6 +303,61 @@ def test_a_model_that_drafts_counts(tmp_path: Path) -> None:
         for drafts in ([], [small_model()], [small_model(2)])
     }
     assert len(found) == 3
+
+
+MIMO = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "num_nextn_predict_layers": 1,
+}
+"""What is other in a MiMo, which has a layer that predicts one token more."""
+
+
+def drafting(folder: Path, method: str, **given: Any) -> Fields:
+    """What an engine with a drafter would join with, of which everything lies in ``folder``."""
+    drafter = folder / "drafter"
+    drafter.mkdir(parents=True)
+    (drafter / "config.json").write_text(json.dumps(TINY_LLAMA))
+    elsewhere = {} if method == "mtp" else {"model": str(drafter)}
+    config = {"method": method, "num_speculative_tokens": 1, **elsewhere, **given}
+    return all_fields(folder, MIMO if method == "mtp" else {}, 2, speculative_config=config)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model"])
+def test_the_same_drafter_elsewhere_is_the_same(tmp_path: Path, method: str) -> None:
+    assert differences(drafting(tmp_path / "a", method), drafting(tmp_path / "b", method)) == {}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"attention_backend": "FLEX_ATTENTION"},
+        {"moe_backend": "triton"},
+        {"parallel_drafting": True},
+    ],
+    ids=lambda more: " ".join(map(str, *more.items())),
+)
+def test_how_drafts_are_computed_counts(tmp_path: Path, more: dict[str, Any]) -> None:
+    one, other = (drafting(tmp_path / str(i), "draft_model", **m) for i, m in enumerate(({}, more)))
+    assert differences(one, other).keys() == {names.SPECULATIVE}
+
+
+def test_which_drafts_are_accepted_does_not_count(tmp_path: Path) -> None:
+    more = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.5}
+    one, other = (drafting(tmp_path / str(i), "draft_model", **m) for i, m in enumerate(({}, more)))
+    assert differences(one, other) == {}
+
+
+def test_of_a_drafter_that_vllm_does_not_show_its_path_counts(tmp_path: Path) -> None:
+    def weights(folder: str, shown: int) -> str:
+        config = engine_config(tmp_path / folder, {})
+        config.speculative_config = SimpleNamespace(method="new", model=folder, revision=None)
+        cache = cache_config(config, "LBNHC", 8, TWO_LAYERS)
+        return rank_fields(config, cache, [small_model()] * shown)[names.WEIGHTS]
+
+    assert weights("a", 1) == weights("a", 1) != weights("b", 1)
+    assert weights("a", 2) == weights("b", 2)
 
 
 def test_ranks_are_joined_in_their_order(tmp_path: Path) -> None:

@@ -64,9 +64,11 @@ def rank_fields(
     it reads all weights once.  Raises WeightsUnknown."""
     model, dtype = models[0], vllm_config.model_config.dtype
     shares = (share_of(held_experts(m), str(i)) for i, m in enumerate(models))
+    read = [weights_digest(model, digests, dtype) for model in models]
+    unread = _unread_draft(vllm_config.speculative_config, models)
     return {
         names.EXPERTS: total(shares).hex(),
-        names.WEIGHTS: " draft ".join(weights_digest(model, digests, dtype) for model in models),
+        names.WEIGHTS: " draft ".join([*read, *unread]),
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),
@@ -125,11 +127,14 @@ def _on_or_off(on: bool) -> str:
 
 def _model_config(model: Any) -> object:
     """The configuration after all overrides, from which the model was built."""
-    config = model.hf_config.to_dict()
-    return [
-        {key: value for key, value in config.items() if key not in _NOT_THE_MODEL},
-        bool(model.disable_sliding_window),
-    ]
+    return [_described(model.hf_config.to_dict()), bool(model.disable_sliding_window)]
+
+
+def _described(config: Any) -> object:
+    """A configuration's values, those of configurations within it, too."""
+    if not isinstance(config, dict):
+        return config
+    return {k: _described(value) for k, value in config.items() if k not in _NOT_THE_MODEL}
 
 
 def _rope(text_config: Any) -> str:
@@ -192,14 +197,23 @@ def _speculative(config: Any) -> str:
     if config is None or config.method in _WITHOUT_A_MODEL:
         return "off"
     draft = getattr(config, "draft_model_config", None)
-    architecture = _short(_model_config(draft)) if draft is not None else "none"
-    return f"{config.method} {config.num_speculative_tokens} {config.model} {architecture}"
+    parts = [_settings(config), _model_config(draft) if draft is not None else None]
+    return f"{config.method} {config.num_speculative_tokens} {_short(parts)}"
+
+
+def _unread_draft(config: Any, models: Sequence[torch.nn.Module]) -> list[str]:
+    """What stands for the weights of a draft model that vLLM does not show: where they are from."""
+    shown = config is None or config.method in _WITHOUT_A_MODEL or len(models) > 1
+    return [] if shown else [f"{config.model} {config.revision}"]
 
 
 _GRAPH = "a graph replays the kernels that run without it; batches of any size occur anyway"
 _NOTES = "says where something is stored or recorded, not what is computed"
 _LAYERS = "the layers themselves, a field of their own"
 _CACHE = "how processed inputs travel, and where they are kept"
+_ELSEWHERE = "counts elsewhere: weights and configurations, whatever they are called"
+_NO_MODEL = "of drafting without a model"
+_DRAFTS = "which drafts there are, and which are accepted: only accepted tokens are published"
 
 _LEFT_OUT = {
     "CompilationConfig": {
@@ -241,6 +255,27 @@ _LEFT_OUT = {
     },
     "LoRAConfig": {
         "max_cpu_loras": "how many adapters are kept",
+    },
+    "SpeculativeConfig": {
+        "model": _ELSEWHERE,
+        "revision": _ELSEWHERE,
+        "draft_model_config": _ELSEWHERE,
+        "draft_load_config": _ELSEWHERE,
+        "draft_parallel_config": "its size counts, by another name",
+        "target_model_config": _ELSEWHERE,
+        "target_parallel_config": _ELSEWHERE,
+        "enforce_eager": _GRAPH,
+        "prompt_lookup_max": _NO_MODEL,
+        "prompt_lookup_min": _NO_MODEL,
+        "suffix_decoding_max_tree_depth": _NO_MODEL,
+        "suffix_decoding_max_cached_requests": _NO_MODEL,
+        "suffix_decoding_max_spec_factor": _NO_MODEL,
+        "suffix_decoding_min_token_prob": _NO_MODEL,
+        "rejection_sample_method": _DRAFTS,
+        "synthetic_acceptance_rates": _DRAFTS,
+        "synthetic_acceptance_length": _DRAFTS,
+        "draft_sample_method": _DRAFTS,
+        "enable_adaptive_verification": _DRAFTS,
     },
     "MultiModalConfig": {
         "limit_per_prompt": "how many inputs a prompt may have",
