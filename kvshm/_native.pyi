@@ -198,6 +198,18 @@ def index_lookup(
 ) -> list[tuple[int, bytes]]:
     """See ``ReplicaReader.lookup``.  Block i has the hash ``hashes[(i + 1) * scale - 1]``."""
 
+def index_last(
+    index: Buffer,
+    hashes: list[bytes],
+    start: int,
+    stop: int,
+    rows: int,
+    group: int = 0,
+    scale: int = 1,
+    /,
+) -> int:
+    """See ``ReplicaReader.last``; at most ``start`` if there is none."""
+
 # -- copies
 
 def copy_blocks(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvshm._engine.epoch_state import EpochState
-from kvshm._engine.groups import Find, Group, Groups
+from kvshm._engine.groups import Group, Groups
 from kvshm._engine.prefix_search import PrefixSearch
 
 from .load import Found
 
+_Find = Callable[[Group, int, int], tuple[object, int]]
 _AT_ONCE = 64
 """Blocks, or keys of single blocks, in one search."""
 
@@ -21,7 +22,7 @@ def all_lengths(search: PrefixSearch, state: EpochState, found: Found) -> tuple[
 
 
 def restorable_lengths(
-    groups: Groups, start: int, longest: int, keys: int, find: Find
+    groups: Groups, start: int, longest: int, keys: int, find: _Find
 ) -> tuple[int, ...]:
     """Return every length up to ``longest``, in keys, to which a load can restore a prefix of
     ``keys`` keys behind the first ``start`` keys.  Asks ``find`` for each block once, so the time
@@ -46,7 +47,7 @@ def restorable_lengths(
     return tuple(filter(restorable, range(shortest, longest + 1, groups.step)))
 
 
-def _run_begins(group: Group, first: int, stop: int, find: Find) -> list[int]:
+def _run_begins(group: Group, first: int, stop: int, find: _Find) -> list[int]:
     """Return for each index from ``first`` to ``stop`` where the held blocks that end before it
     begin; the index itself if the block before it is not held."""
     begins, at = [first], first

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import RECORD_BYTES
@@ -74,9 +74,15 @@ class Part(NamedTuple):
     """How many blocks."""
 
 
-Find = Callable[[Group, int, int], tuple[list[PlannedRun], int]]
-"""``(group, first, stop)``: the longest run of blocks from ``first`` on, before ``stop``, that
-somebody holds, cut where the holder changes; and the index behind its last block."""
+class Find(Protocol):
+    """Finds blocks of one prompt."""
+
+    def __call__(self, group: Group, first: int, stop: int, /) -> tuple[list[PlannedRun], int]:
+        """The longest run of blocks from ``first`` on, before ``stop``, that somebody holds, cut
+        where the holder changes; and the index behind its last block."""
+
+    def last(self, group: Group, start: int, stop: int, /) -> int:
+        """The index behind the last of these blocks that somebody seems to hold; or ``start``."""
 
 
 class Groups:
@@ -188,10 +194,10 @@ class _Cover:
         so there is no run to follow."""
         if self.runs and self.end == stop:
             return stop
-        for block in range(stop - 1, start - 1, -1):
-            found, reached = find(self.group, block, block + 1)
-            if found:
-                self.first, self.end, self.runs = block, reached, deque(found)
+        while stop > start and (reached := find.last(self.group, start, stop)) > start:
+            stop = reached - 1
+            if found := find(self.group, stop, reached)[0]:
+                self.first, self.end, self.runs = stop, reached, deque(found)
                 return reached
         return start
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from kvshm._base.copy_path import CopyPath, slowest
@@ -15,7 +15,7 @@ from kvshm._base.core_lines import CoreLine
 from kvshm._base.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit, LoadId
 from kvshm._base.log import LogLimit, logger
 from kvshm._base.syncpoints import SyncPoint, sync_point
-from kvshm._node.peer import Peer
+from kvshm._node.peer import Peer, PlannedRun
 from kvshm._shm import statistics as c
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm._shm.statistics import IMPORT_TIMES, MATCH_LENGTH, Counter
@@ -214,13 +214,14 @@ class LoadPlanner:
             table.counters.add(c.MISS_LEASE_LOST)
             return all_lost
         bit = table.lease_bit  # read once: a rejoin may change it
-        pieces = tuple(self._lease(epoch, bit, plan, targets, attached))
+        runs = _joined(plan.runs)
+        pieces = tuple(self._lease(epoch, bit, runs, targets, attached))
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         table.counters.add(c.LEASE_LOST, len(targets) - leased)
         length = leased if self.search.groups.is_single_full_attention else plan.length
         if leased < len(targets) and not self.search.groups.is_single_full_attention:
-            _give_back(plan, bit, pieces)
+            _give_back(runs, bit, pieces)
             pieces, leased = (), 0
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
         return LoadOrder(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
@@ -274,12 +275,12 @@ class LoadPlanner:
         self,
         epoch: EpochState,
         bit: LeaseBit,
-        plan: Plan,
+        runs: Iterable[PlannedRun],
         targets: Sequence[BlockId],
         attached: bool,
     ) -> Iterator[Piece]:
         done = 0
-        for peer, records in plan.runs:
+        for peer, records in runs:
             serving = True
             try:
                 # Before the lease, since the ranks may open the epoch in between.
@@ -390,8 +391,15 @@ def _untaken(peer: Peer, records: Sequence[bytes], targets: Sequence[BlockId]) -
     )
 
 
-def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:
-    for run, piece in zip(plan.runs, pieces, strict=False):
+def _joined(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+    """The same blocks, cut only where the peer changes, and not at each group: a run is leased and
+    copied by itself."""
+    by_peer = groupby(runs, lambda run: run.peer)
+    return [PlannedRun(peer, b"".join(run.records for run in same)) for peer, same in by_peer]
+
+
+def _give_back(runs: Sequence[PlannedRun], bit: LeaseBit, pieces: Sequence[Piece]) -> None:
+    for run, piece in zip(runs, pieces, strict=False):
         if bit >= 0 and any(piece.taken):
             with suppress(KvshmError):  # the exporter takes them back after one drain budget
                 run.peer.table.release(bit, piece.records, piece.taken)

@@ -32,6 +32,13 @@ class PrefixSearch:
         self.own_blocks: Callable[[Iterable[bytes], int], list[BlockId]] = lambda digests, group: []
         """``(hashes, group)``: the blocks of these keys in the engine's own cache, before the first
         that it has not."""
+        self.last_own: Callable[[Sequence[bytes], int], int] = self._last_own
+        """``(hashes, group)``: how many of these keys there are up to the last one that the own
+        cache has."""
+
+    def _last_own(self, hashes: Sequence[bytes], group: int) -> int:
+        places = range(len(hashes), 0, -1)
+        return next((i for i in places if self.own_blocks(hashes[i - 1 : i], group)), 0)
 
     def longest(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int, most: int
@@ -86,6 +93,13 @@ class _Finder:
             for run in found:
                 first += len(run.records) // RECORD_BYTES
         return runs, first
+
+    def last(self, group: Group, start: int, stop: int) -> int:
+        """The index behind the last of these blocks that somebody seems to hold; or ``start``."""
+        hashes, scale, number = self._hashes, group.scale, group.number
+        reached = self._epoch.peers.last(hashes, start, stop, group=number, scale=scale)
+        own = hashes[(reached + 1) * scale - 1 : stop * scale : scale]
+        return reached + self._search.last_own(own, number)
 
     def remote(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
         """The longest run of blocks that peers seem to hold, cut where the peer changes."""

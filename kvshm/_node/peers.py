@@ -246,6 +246,15 @@ class Peers:
                 return planned
         return []
 
+    def last(
+        self, hashes: Sequence[bytes], start: int, stop: int, *, group: int, scale: int
+    ) -> int:
+        """Return the index behind the last of these blocks that a peer seems to hold, which a
+        ``lookup`` may find unusable; ``start`` if none does."""
+        mask = self._view.mask
+        found = self.replica.last(list(hashes), start, stop, mask, group, scale) if mask else 0
+        return max(found, start)
+
     def offer_blocks(self) -> bool:
         """Whether a peer offers blocks.  Fast."""
         return self._view.mask != 0

@@ -87,6 +87,14 @@ class ReplicaReader:
             hashes, start, stop = part, 0, stop - start
         return _native.index_lookup(buffer, hashes, start, stop, rows_mask, group, scale)
 
+    def last(
+        self, hashes: list[bytes], start: int, stop: int, rows_mask: int, group: int, scale: int
+    ) -> int:
+        """Return the index behind the last of the blocks from ``start`` to ``stop`` that a row in
+        the mask holds; at most ``start`` if none does.  Otherwise as ``lookup``."""
+        buffer = self._segment.buffer
+        return _native.index_last(buffer, hashes, start, stop, rows_mask, group, scale)
+
     def rows(self) -> list[Row]:
         return list(rows(self._segment.buffer))
 

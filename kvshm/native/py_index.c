@@ -229,49 +229,79 @@ static PyObject *lookup_all(PyObject *module, const Py_buffer *index, const chai
     return runs;
 }
 
-static bool take_chain(PyObject *const *args, Py_ssize_t count, chain *of)
+typedef struct {
+    chain of;
+    Py_ssize_t start, stop; /* of the blocks; the list has them all */
+    unsigned long long rows;
+} asked;
+
+/* Take the arguments of a lookup from the stack: of one that finds no engine, PyArg_ParseTuple would
+ * take a third.  False with an exception. */
+static bool take_lookup(PyObject *const *args, Py_ssize_t given, Py_buffer *index, asked *a)
 {
+    if (given < 5 || given > 7)
+        return PyErr_Format(PyExc_TypeError, "a lookup takes 5 to 7 arguments, not %zd", given) !=
+               NULL;
+    if (PyObject_GetBuffer(args[0], index, PyBUF_SIMPLE) < 0)
+        return false;
     if (!PyList_Check(args[1]))
         return PyErr_Format(PyExc_TypeError, "hashes are a list") != NULL;
-    Py_ssize_t group = count > 5 ? PyNumber_AsSsize_t(args[5], PyExc_OverflowError) : 0;
-    Py_ssize_t scale = count > 6 ? PyNumber_AsSsize_t(args[6], PyExc_OverflowError) : 1;
+    a->start = PyNumber_AsSsize_t(args[2], PyExc_OverflowError);
+    a->stop = PyNumber_AsSsize_t(args[3], PyExc_OverflowError);
+    a->rows = PyLong_AsUnsignedLongLongMask(args[4]);
+    Py_ssize_t group = given > 5 ? PyNumber_AsSsize_t(args[5], PyExc_OverflowError) : 0;
+    Py_ssize_t scale = given > 6 ? PyNumber_AsSsize_t(args[6], PyExc_OverflowError) : 1;
     if (PyErr_Occurred())
         return false;
     if (group < 0 || group > UINT16_MAX || scale < 1)
         return PyErr_Format(PyExc_ValueError, "group %zd, or %zd hashes for each block", group,
                             scale) != NULL;
-    *of = (chain){args[1], scale, (uint16_t)group};
+    a->of = (chain){args[1], scale, (uint16_t)group};
+    Py_ssize_t available = PyList_Size(args[1]) / scale;
+    if (a->stop > available)
+        a->stop = available;
+    if (a->start < 0 || a->stop < a->start)
+        a->stop = a->start = 0;
     return true;
 }
 
-/* Takes its arguments from the stack: of a lookup that finds no engine, PyArg_ParseTuple would take a
- * third. */
+/* Look one block up; returns 1 if a row has it, 0, or -1 with an exception. */
+static int look_up(PyObject *module, const Py_buffer *index, const asked *a, Py_ssize_t block)
+{
+    kvshm_record record;
+    uint8_t owner;
+    if (!copy_keys(&a->of, block, 1, &record))
+        return -1;
+    int64_t length = kvshm_index_lookup(segment_of(index), &record, 1, a->rows, &owner);
+    if (length < 0)
+        kvshm_raise(module, index, length);
+    return (int)length;
+}
+
 static PyObject *native_index_lookup(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     BUFFER(index);
-    chain of;
-    if (given < 5 || given > 7)
-        return PyErr_Format(PyExc_TypeError, "index_lookup takes 5 to 7 arguments, not %zd", given);
-    if (PyObject_GetBuffer(args[0], &index, PyBUF_SIMPLE) < 0 || !take_chain(args, given, &of))
+    asked a;
+    if (!take_lookup(args, given, &index, &a))
         return NULL;
-    Py_ssize_t start = PyNumber_AsSsize_t(args[2], PyExc_OverflowError);
-    Py_ssize_t stop = PyNumber_AsSsize_t(args[3], PyExc_OverflowError);
-    unsigned long long rows = PyLong_AsUnsignedLongLongMask(args[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_ssize_t available = PyList_Size(of.hashes) / of.scale;
-    if (stop > available)
-        stop = available;
-    size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
     /* Most lookups find no engine for the first hash.  Then the other hashes are not read. */
-    kvshm_record first;
-    uint8_t owner;
-    if (count && !copy_keys(&of, start, 1, &first))
+    int found = a.start < a.stop ? look_up(module, &index, &a, a.start) : 0;
+    if (found < 0)
         return NULL;
-    int64_t length = kvshm_index_lookup(segment_of(&index), &first, count > 0, rows, &owner);
-    if (length < 0)
-        return kvshm_raise(module, &index, length);
-    return length ? lookup_all(module, &index, &of, start, count, rows) : PyList_New(0);
+    size_t count = (size_t)(a.stop - a.start);
+    return found ? lookup_all(module, &index, &a.of, a.start, count, a.rows) : PyList_New(0);
+}
+
+static PyObject *native_index_last(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    BUFFER(index);
+    asked a;
+    int found = 0;
+    if (!take_lookup(args, given, &index, &a))
+        return NULL;
+    while (a.stop > a.start && !(found = look_up(module, &index, &a, a.stop - 1)))
+        a.stop--;
+    return found < 0 ? NULL : PyLong_FromSsize_t(a.stop);
 }
 
 /* -- copies ---------------------------------------------------------------------------------- */
@@ -327,6 +357,7 @@ PyMethodDef kvshm_index_methods[] = {
     {"index_stale", native_index_stale, METH_VARARGS, NULL},
     {"index_drop_row", native_index_drop_row, METH_VARARGS, NULL},
     {"index_copy", native_index_copy, METH_VARARGS, NULL},
+    {"index_last", (PyCFunction)(void (*)(void))native_index_last, METH_FASTCALL, NULL},
     {"index_lookup", (PyCFunction)(void (*)(void))native_index_lookup, METH_FASTCALL, NULL},
     {"copy_blocks", native_copy_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

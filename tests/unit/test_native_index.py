@@ -111,6 +111,24 @@ def test_start_and_stop_select_part_of_the_prefix() -> None:
         assert found == wanted
 
 
+def test_the_last_block_that_a_row_has_is_found_from_the_end() -> None:
+    index = Index()
+    index.apply(0, event(2, 2, 0), event(4, 4, 0))
+    index.apply(1, event(5, 5, 0))
+    hashes = [digest(n) for n in range(8)]
+
+    def last(start: int, stop: int, rows: int = 1, *more: int) -> int:
+        return _native.index_last(index.memory, hashes, start, stop, rows, *more)
+
+    assert [last(0, stop) for stop in (99, 5, 4, 3)] == [5, 5, 3, 3]
+    assert [last(0, 2), last(3, 4), last(5, 5), last(7, 3)] == [0, 3, 5, 0], "none"
+    assert [last(0, 8, rows) for rows in (2, 3, 4)] == [6, 6, 0]
+    assert last(0, 8, 1, 7) == 0, "of another group"
+    assert [last(0, 8, rows, 0, 3) for rows in (1, 2)] == [1, 2], "three hashes for each block"
+    with pytest.raises(TypeError):
+        last(0, 8, 1, 0, 1, 1)
+
+
 def test_a_run_is_cut_into_as_few_owners_as_possible() -> None:
     index = Index()
     index.apply(0, event(1, 1, 0), event(2, 2, 0))
@@ -198,6 +216,8 @@ def test_bad_rows_and_blocks_are_refused_before_anything_changes() -> None:
 def test_what_is_no_hash_is_refused(hashes: list[bytes]) -> None:
     with pytest.raises((ValueError, TypeError)):
         _native.index_lookup(make_index(8), hashes, 0, 1, ALL_ROWS)
+    with pytest.raises((ValueError, TypeError)):
+        _native.index_last(make_index(8), hashes, 0, 1, ALL_ROWS)
 
 
 @pytest.mark.parametrize("capacity", [0, 4, 63, 128, 2**63, 2**64 - 1])
@@ -207,6 +227,7 @@ def test_a_corrupt_capacity_is_an_exception(capacity: int) -> None:
     for call in (
         lambda: index.apply(0, event(1, 1, 0)),
         lambda: index.lookup([digest(1)]),
+        lambda: _native.index_last(index.memory, [digest(1)], 0, 1, ALL_ROWS),
         lambda: _native.index_drop_row(index.memory, 0),
     ):
         with pytest.raises(CorruptSegment):

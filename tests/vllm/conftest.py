@@ -109,11 +109,12 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         specs: Any = (),
         model_path: Path = model,
         rank: Any = None,
+        drafting: int | None = None,
         **arguments: Any,
     ) -> DrivenEngine:
         config = vllm_config(model_path, **arguments)
         config.scheduler_config.async_scheduling = asynchronous
-        cache = imagined_cache(num_blocks, specs)
+        cache = imagined_cache(num_blocks, specs, drafting)
         shares = rank is None  # else the test waits for the epoch
         made.append(DrivenEngine(config, num_blocks, asynchronous, shares, cache=cache, rank=rank))
         return made[-1]

@@ -159,6 +159,21 @@ def write_nemotron_h(directory: Path) -> Path:
     )
 
 
+def write_falcon_h1(directory: Path) -> Path:
+    """Mamba 2 and attention side by side in every layer."""
+    return _write(
+        directory,
+        "FalconH1Config",
+        num_hidden_layers=2,
+        mamba_d_ssm=512,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+    )
+
+
 def write_qwen3_moe(directory: Path, **architecture: Any) -> Path:
     """Six experts in every layer, of which each token takes two."""
     shape = {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2}
@@ -217,6 +232,7 @@ class Family:
     groups: tuple[tuple[str, int], ...]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    nightly: bool = False
 
     @property
     def step(self) -> int:
@@ -271,6 +287,7 @@ SEVERAL_GROUPS = (
     Family("qwen3-next", write_qwen3_next, ((STATE, 384),) * 3 + ((FULL, 384),)),
     Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE),
     Family("nemotron-h", write_nemotron_h, ((STATE, 256),) * 2 + ((FULL, 256),)),
+    Family("falcon-h1", write_falcon_h1, ((FULL, 256), (STATE, 256)), nightly=True),
 )
 MADE_ONE_GROUP = (
     Family("llama", write_model, ONE),

@@ -18,19 +18,6 @@ Kv = list[int]
 Read = Callable[[Group, int], int]
 
 
-def kv_of(weights: int, before: int, token: int) -> int:
-    """KV of one token where the model has one group, and reads the token before only."""
-    return hash((weights, before, token))
-
-
-def contents(weights: int, tokens: list[int]) -> Kv:
-    """KV of tokens that such a model has computed from the first on."""
-    kv: Kv = []
-    for token in tokens:
-        kv.append(kv_of(weights, kv[-1] if kv else 0, token))
-    return kv
-
-
 def reads(group: Group, position: int) -> Iterator[int]:
     """The positions that the token at ``position`` reads in a group."""
     first = max(0, position - group.window + 1) if group.window else 0

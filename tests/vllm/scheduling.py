@@ -69,11 +69,12 @@ def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
     return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=tokens, **SHAPE)
 
 
-def states(checkpoints: int = 0, scale: int = 1) -> MambaSpec:
+def states(checkpoints: int = 0, scale: int = 1, drafts: int = 0) -> MambaSpec:
     """A group that keeps states.  With ``checkpoints`` a step also saves one within what it
-    computes."""
+    computes; each of ``drafts`` drafts has a state of its own until it is accepted."""
     return MambaSpec(
         BLOCK_SIZE * scale, shapes=((4,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
         num_prefill_checkpoint_blocks=checkpoints,
         prefill_checkpoint_alignment=checkpoints or None,
     )  # fmt: skip
@@ -301,15 +302,20 @@ def roles_of_epoch(engine: DrivenEngine) -> tuple[bool, bool]:
     return not state.info.imports_only, state.peers._peer_list is not None
 
 
-def imagined_cache(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheConfig:
+def imagined_cache(
+    num_blocks: int, specs: Sequence[KVCacheSpec] = (), drafting: int | None = None
+) -> KVCacheConfig:
     """A cache that no worker has, with a group of each of these kinds; by default one of full
-    attention."""
+    attention.  ``drafting``: the group that draft layers use."""
     specs = specs or [full()]
     names = [["layer"]] if len(specs) == 1 else [[f"layer.{i}"] for i in range(len(specs))]
+    groups = [KVCacheGroupSpec(*pair) for pair in zip(names, specs, strict=True)]
+    if drafting is not None:
+        groups[drafting].is_eagle_group = True
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(*pair) for pair in zip(names, specs, strict=True)],
+        kv_cache_groups=groups,
         hash_block_size=math.gcd(*(spec.block_size for spec in specs)),
     )
 

@@ -9,7 +9,7 @@ every request, as a worker does, and writes what it computes: drafts included.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import SpeculativeConfig
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm._engine.groups import Group
 from kvshm._shm.layout import SlotState
 from kvshm.hooks.vllm.messages import RankReport
 
-from .played_model import GARBAGE, Kv, contents, kv_of
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
+from .played_model import GARBAGE, Kv, PlayedModel
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, full, prompt, states
 
 NUM_DRAFTS = 3
 STOP = 2
@@ -42,6 +45,10 @@ class Account:
     tokens: list[int]
     computed: int
     drafts: list[int] = field(default_factory=list)
+    column: int = -1
+    """Where its states are in their tables; behind it those of drafts."""
+    accepted: int = 1
+    """Which of these is the present one, from 1 on."""
 
 
 @dataclass
@@ -49,11 +56,17 @@ class Part:
     """A request's part of a step."""
 
     request: Request
-    table: list[int]
+    tables: list[list[int]]
     count: int
     num_drafts: int
     begins: Account | None
     """The account that the rank is given, if the request begins, resumes or goes on."""
+
+    def block(self, group: Group, position: int) -> int:
+        """The block of attention that has a token; 0: none has, because the token is a draft behind
+        what fits."""
+        table, index = self.tables[group.number], position // group.block_size
+        return table[index] if index < len(table) else 0
 
 
 @dataclass
@@ -71,10 +84,13 @@ class Rank:
     drafting: set[int] = field(default_factory=set)
     """Blocks into which the drafter writes on, after the step's output was handed over."""
     added: int = 0
-    seen: int = 0
+    seen: Counter[int] = field(default_factory=Counter)
     preempted: int = 0
 
     def __post_init__(self) -> None:
+        self.groups = self.e.connector._scheduler.importer.lookups.groups.all
+        self.model = PlayedModel(self.groups)
+        self.states = [group for group in self.groups if group.state]
         self.memory = {b: [GARBAGE] * BLOCK_SIZE for b in range(self.e.num_blocks)}
 
     # -- random work
@@ -124,7 +140,7 @@ class Rank:
             if name in begins:
                 account = Account(list(request._all_token_ids), begins[name])
             num_drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            parts.append(Part(request, self.e.blocks_of(name), count, num_drafts, account))
+            parts.append(Part(request, self.e.tables_of(name), count, num_drafts, account))
         self.preempted += len(output.preempted_req_ids or ())
         self.steps.append((sent, parts))
 
@@ -156,24 +172,92 @@ class Rank:
         name = part.request.request_id
         if part.begins is not None:
             self.accounts[name] = part.begins
+            part.begins.column = (part.begins.computed - 1) // BLOCK_SIZE
         account = self.accounts[name]
         # vLLM pads with drafts that do not exist.
         drafts = (account.drafts + [GARBAGE] * NUM_DRAFTS)[: part.num_drafts]
         tokens = account.tokens + drafts
-        readable = self.readable()
+        self.copy_on(account, part)
+        present = {g.number: self.state(part, g, account.accepted - 1) for g in self.states}
         for p in range(account.computed, account.computed + part.count):
-            if p // BLOCK_SIZE < len(part.table):
-                block = part.table[p // BLOCK_SIZE]
-                assert block not in readable, "written while others read it"
-                before = self.at(part.table, p - 1) if p else 0
-                token = tokens[p] if p < len(tokens) else GARBAGE
-                self.memory[block][p % BLOCK_SIZE] = kv_of(0, before, token)
-                if self.drafts:
-                    self.drafting.add(block)
+            token = tokens[p] if p < len(tokens) else GARBAGE
+            made = self.model.token(
+                0, p, token, lambda g, at: present[g.number] if g.state else self.at(part, g, at)
+            )
+            for group, number in zip(self.groups, made, strict=True):
+                if group.state:
+                    present[group.number] = number
+                    self.keep_state(account, part, group, p, number)
+                elif block := part.block(group, p):
+                    self.write(block, p % BLOCK_SIZE, number)
+                    if self.drafts:
+                        self.drafting.add(block)
         if account.computed + part.count - part.num_drafts < len(account.tokens):
             account.computed += part.count  # a chunk of a prefill
+            account.accepted = 1
             return []
-        return self.sample(account, part, drafts)
+        running = account.computed + part.count - part.num_drafts
+        sampled = self.sample(account, part, drafts)
+        self.keep_accepted(account, part, running)
+        return sampled
+
+    def write(self, block: int, place: int, number: int) -> None:
+        assert block not in self.readable(), "written while others read it"
+        self.memory[block][place] = number
+
+    # What vLLM's worker does with states (v1/worker/mamba_utils.py): each draft has one of its own.
+
+    def state(self, part: Part, group: Group, draft: int) -> int:
+        column = self.accounts[part.request.request_id].column
+        return self.memory[part.tables[group.number][column + draft]][0] if column >= 0 else GARBAGE
+
+    def copy_states(self, part: Part, source: int, target: int) -> None:
+        for group in self.states:
+            table = part.tables[group.number]
+            self.write(table[target], 0, self.memory[table[source]][0])
+
+    def copy_on(self, account: Account, part: Part) -> None:
+        """Copy each state to where the step writes."""
+        column = -(-(account.computed + part.count) // BLOCK_SIZE) - 1
+        if account.column not in (-1, column):
+            self.copy_states(part, account.column + account.accepted - 1, column)
+            account.accepted = 1
+        account.column = column
+
+    def keep_state(
+        self, account: Account, part: Part, group: Group, position: int, number: int
+    ) -> None:
+        end, table = account.computed + part.count, part.tables[group.number]
+        behind = position - (end - 1 - part.num_drafts)
+        if behind >= 0:
+            self.write(table[account.column + behind], 0, number)
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [end], [part.count], BLOCK_SIZE, BLOCK_SIZE, self.alignment, self.dropping, BLOCK_SIZE
+        )
+        if offset and position + 1 == account.computed + offset:
+            self.write(table[column], 0, number)
+
+    def keep_accepted(self, account: Account, part: Part, running: int) -> None:
+        """Behind a step with drafts: copy the state at the last boundary to its place."""
+        if not self.drafts:
+            return
+        boundary = account.computed // BLOCK_SIZE * BLOCK_SIZE
+        if boundary < running:
+            return
+        source, target = account.column + boundary - running, boundary // BLOCK_SIZE - 1
+        if target == account.column:
+            account.accepted = 1
+        if source != target:
+            self.copy_states(part, source, target)
+
+    @property
+    def alignment(self) -> int | None:
+        alignment: int | None = self.e.scheduler.mamba_prefill_checkpoint_alignment
+        return alignment
+
+    @property
+    def dropping(self) -> bool:
+        return bool(self.e.scheduler.use_eagle_block_drop)
 
     def sample(self, account: Account, part: Part, drafts: list[int]) -> list[int]:
         accepted: list[int] = []
@@ -182,13 +266,14 @@ class Rank:
                 break
             accepted.append(draft)
         account.computed += part.count - part.num_drafts + len(accepted)
+        account.accepted = 1 + len(accepted)
         sampled = [*accepted, self.rnd.randint(1, 3)]
         account.tokens += sampled
         account.drafts = [self.rnd.randint(1, 3) for _ in range(NUM_DRAFTS if self.drafts else 0)]
         return list(sampled)
 
-    def at(self, table: list[int], position: int) -> int:
-        return self.memory[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+    def at(self, part: Part, group: Group, position: int) -> int:
+        return self.memory[part.block(group, position)][position % BLOCK_SIZE]
 
     def note(self, request: Request) -> None:
         for index, block_hash in enumerate(request.block_hashes):
@@ -205,9 +290,11 @@ class Rank:
         assert not self.drafting & self.readable(), "readable before the drafter is through"
         for block, slot in enumerate(self.e.table.slots()):
             if slot.state is SlotState.READY:
-                pure = contents(0, self.tokens[bytes(slot.block_hash)])
-                assert self.memory[block] == pure[-BLOCK_SIZE:], f"block {block}: something else"
-                self.seen += 1
+                key = bytes(slot.block_hash)
+                pure = self.model.last_block(0, key, self.tokens[key], slot.group)
+                found = self.memory[block][: len(pure)]
+                assert found == pure, f"block {block}: something else"
+                self.seen[slot.group] += 1
 
 
 def work(rank: Rank, asynchronous: bool, sessions: bool = True) -> None:
@@ -249,7 +336,39 @@ def test_what_others_may_read_is_of_tokens_that_stayed(
     rank = Rank(e, random.Random(seed), drafts, policy == "priority")
     work(rank, asynchronous)
     assert rank.preempted
-    assert rank.seen > 100
+    assert rank.seen[0] > 100
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("checkpoints", [0, 1])
+@pytest.mark.parametrize("layers", [False, True], ids=["ngram", "layers"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_states_that_others_may_read_are_of_tokens_that_stayed(
+    engine: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+    layers: bool,
+    checkpoints: int,
+    seed: int,
+) -> None:
+    """With draft layers (EAGLE, MTP) vLLM keeps a checkpoint one block before its place."""
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda _: layers)
+    e = engine(
+        asynchronous,
+        num_blocks=(24, 18)[seed],
+        specs=[full(), states(checkpoints, drafts=NUM_DRAFTS)],
+        drafting=0 if layers else None,
+        max_num_batched_tokens=(80, 200)[seed],
+        max_num_seqs=8,
+        scheduling_policy="priority",
+        scheduler_reserve_full_isl=False,
+        speculative_config=SPECULATION,
+    )
+    e.scheduler.kv_cache_manager.coordinator.retention_interval = (None, 0)[seed]
+    rank = Rank(e, random.Random(seed), True, True)
+    work(rank, asynchronous, sessions=False)
+    assert rank.preempted
+    assert min(rank.seen[0], rank.seen[1]) > 50
 
 
 def test_a_block_that_ended_with_drafts_is_not_shown_if_its_request_is_preempted_at_once(

@@ -67,7 +67,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield Pair(node, *engines)
 
 
-@pytest.fixture(scope="module", params=MADE_ONE_GROUP + SEVERAL_GROUPS, ids=lambda f: f.name)
+def param(family: Family) -> Any:
+    marks = [pytest.mark.nightly] if family.nightly else []
+    return pytest.param(family, id=family.name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(param, MADE_ONE_GROUP + SEVERAL_GROUPS))
 def shared(
     request: pytest.FixtureRequest, servers: Pair, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shared]:
@@ -97,6 +102,9 @@ def assert_imported(seen: Observation, family: Family, *sent: Prompt, local: int
     assert seen.tokens.local_hit == local
     assert seen.tokens.imported == sum(map(family.shareable, sent)) - local > 0
     assert seen.imported_blocks >= len(family.groups)
+    if STATE in family.kinds:  # one of each group, and the attention
+        states = len(sent) * [kind for kind, _ in family.groups].count(STATE)
+        assert seen.imported_blocks == states + seen.tokens.imported // family.step
     assert seen.mismatched == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.config import SpeculativeConfig
 
 from kvshm._base.ids import Epoch
 from kvshm._engine.groups import Part
@@ -35,6 +36,7 @@ from .several_groups import PEER, Played
 from .several_groups import peer_of as peer_of
 
 WINDOW = 40
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 KINDS = {
     "window": [full(), window(WINDOW)],
     "a window of whole blocks": [window(2 * BLOCK_SIZE + 1)],
@@ -198,6 +200,42 @@ def test_without_full_attention_nothing_is_common(engine: Make, peer_of: Any) ->
     request = e.add("a", prompt(10))
     e.schedule()
     assert request.shared_prefix_boundary == 0
+
+
+def shown_to(e: DrivenEngine, request: Any) -> int:
+    """How many tokens of a prompt another engine can import, of full attention and states."""
+    groups, hashes = e.connector._scheduler.importer.lookups.groups.all, request.block_hashes
+    shown = {(slot.group, bytes(slot.block_hash)) for slot in map(e.table.slot, e.ready())}
+    lengths = [0]
+    for length in range(1, len(hashes) - groups[0].ahead + 1):
+        if (0, hashes[length - 1 + groups[0].ahead]) in shown and (1, hashes[length - 1]) in shown:
+            lengths.append(length)
+    return lengths[-1] * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+@pytest.mark.parametrize("drafts", ["", "ngram", "layers"])
+@pytest.mark.parametrize("tail", [0, 5])
+def test_the_state_behind_each_turn_of_a_conversation_is_shared(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, drafts: str, checkpoints: int, tail: int
+) -> None:
+    """All that would be a local hit.  With draft layers vLLM keeps a prefill checkpoint one block
+    before its place in the table."""
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda _: drafts == "layers")
+    settings = {"speculative_config": SPECULATION} if drafts else {}
+    specs, drafting = [full(), states(checkpoints, drafts=3 * bool(drafts))], drafts == "layers"
+    e = engine(num_blocks=100, specs=specs, drafting=0 if drafting else None, **settings)
+    e.scheduler.kv_cache_manager.coordinator.retention_interval = 0
+    rank, tokens = Played(e), prompt(4, tail=tail)
+    for turn in range(4):
+        request = e.add(f"turn {turn}", tokens, max_tokens=3)
+        rank.finish()
+        e.step()
+        tokens = [*request.all_token_ids, *prompt(2, tail=tail, first=1000 * (turn + 1))]
+        following = e.add("following", tokens)
+        local = e.scheduler.kv_cache_manager.get_computed_blocks(following)[1]
+        e.scheduler.finish_requests("following", following.status.FINISHED_ABORTED)
+        assert shown_to(e, following) == local >= (2 + 2 * turn) * BLOCK_SIZE
 
 
 def test_what_was_imported_once_is_a_local_hit_of_the_next_prompt(

@@ -295,6 +295,26 @@ def test_no_step_waits_for_a_load_with_states(engine: Make, peer_of: Any, kind: 
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
+@pytest.mark.parametrize("local", [0, 2])
+def test_an_import_with_states_brings_no_more_than_is_needed(
+    engine: Make, peer_of: Any, local: int
+) -> None:
+    """One state of each group, and the attention behind the local hit, in one piece."""
+    e = engine(False, 64, [states(), full(), states()])
+    peer, rank = peer_of(e), Played(e)
+    if local:
+        alone = {"kv_transfer_params": {"kvshm": {"share": False}}}
+        e.add("own", prompt(local), extra_args=alone, max_tokens=1)
+        rank.finish()
+    peer.hold_all(prompt(6))
+    e.add("r", prompt(8), max_tokens=9)
+    (load,) = e.schedule().metadata.loads
+    (piece,) = load.pieces
+    brought = [sum(b in piece.targets for b in table) for table in e.tables_of("r")]
+    assert brought == [1, 6 - local, 1]
+    assert len(load.targets) == sum(brought) == peer.leased
+
+
 def test_null_blocks_stay_sound_whatever_is_computed_over_them(engine: Make) -> None:
     """They stand in a table for states that are not kept.  One request goes on from blocks of which
     nothing is known, so what it computes is not shown; another one goes on from known blocks."""

@@ -142,18 +142,32 @@ class Node:
         return int(self.coordinator.find_longest_cache_hit(hashes, tokens)[1]) // SIZE
 
     def find(self, owners: list[set[Key]]) -> Find:
-        def found(group: Group, first: int, stop: int) -> tuple[list[PlannedRun], int]:
-            runs = []
-            self.asked += [(group.number, index) for index in range(first, stop)]
-            for index in range(first, stop):
-                holders = [o for o, keys in enumerate(owners) if (group.number, index) in keys]
-                if not holders:
-                    self.asked = self.asked[: len(self.asked) - (stop - index) + 1]
-                    break
-                runs.append(run(holders[0], group.number, index))
-            return runs, first + len(runs)
+        return Owners(owners, self.asked)
 
-        return found
+
+class Owners:
+    """Finds what these hold, and notes what it is asked for; of states, those that nobody has."""
+
+    def __init__(self, owners: list[set[Key]], asked: list[Key]) -> None:
+        self.owners, self.asked = owners, asked
+
+    def holders(self, group: Group, index: int) -> list[int]:
+        return [o for o, keys in enumerate(self.owners) if (group.number, index) in keys]
+
+    def __call__(self, group: Group, first: int, stop: int) -> tuple[list[PlannedRun], int]:
+        runs = []
+        for index in range(first, stop):
+            self.asked.append((group.number, index))
+            if not (holders := self.holders(group, index)):
+                break
+            runs.append(run(holders[0], group.number, index))
+        return runs, first + len(runs)
+
+    def last(self, group: Group, start: int, stop: int) -> int:
+        while stop > start and not self.holders(group, stop - 1):
+            stop -= 1
+            self.asked.append((group.number, stop))
+        return stop
 
 
 def hash_at(index: int) -> Any:

@@ -65,7 +65,8 @@ class Engines:
         )
         self.search = PrefixSearch()
         self.search.groups = node.groups
-        self.search.own_blocks = PoolRoom(manager, {}, node.groups, 512).own_blocks
+        room = PoolRoom(manager, {}, node.groups, 512)
+        self.search.own_blocks, self.search.last_own = room.own_blocks, room.last_own
         self.shown: list[tuple[AnyTable, list[BlockId]]] = []
 
     def record(self, key: Key, block: int) -> BlockRecord:

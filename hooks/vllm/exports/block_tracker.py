@@ -193,7 +193,8 @@ class BlockTracker:
             if published:
                 self._retract(published)
             if packed:
-                run = _run(request.block_hashes, start, packed, group, request.request_id)
+                held = _held_block(group, table[start], start)
+                run = _run(request.block_hashes, held, packed, group, request.request_id)
                 runs.append(run)
                 if self._drafts:
                     sure = max(request.num_tokens // group.block_size - start, 0)
@@ -331,6 +332,13 @@ class BlockTracker:
 def _keeps_some(group: Group) -> bool:
     """Whether vLLM gives hashes only to blocks that some hit could need."""
     return group.window > 0 or group.state
+
+
+def _held_block(group: Group, block: Any, place: int) -> int:
+    """Which block of the prompt a pool block holds that stands at ``place`` of a table.  With draft
+    layers vLLM keeps a prefill checkpoint one block before its place, and hashes it as that."""
+    tokens = block.block_hash_num_tokens if group.state else None
+    return place if not tokens or tokens % group.block_size else tokens // group.block_size - 1
 
 
 def _run(chain: list[bytes], first: int, packed: bytes, group: Group, request_id: str) -> Run:

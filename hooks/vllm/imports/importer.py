@@ -89,7 +89,7 @@ class RequestImporter:
         self.room, self.lookups.groups, self.running.groups = room, groups, groups
         self.twins.room = room
         search = self._cache.planner.search
-        search.groups, search.own_blocks = groups, room.own_blocks
+        search.groups, search.own_blocks, search.last_own = groups, room.own_blocks, room.last_own
 
     # -- matching
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
+from operator import not_
 from typing import Any
 
 from kvshm._base.ids import BlockId
@@ -75,6 +76,12 @@ class PoolRoom:
                 break
             found.append(block.block_id)
         return found
+
+    def last_own(self, hashes: Sequence[bytes], group: int) -> int:
+        """Return how many of these hashes there are up to the last one that the own cache has."""
+        suffix = group.to_bytes(4)
+        keys = [block_hash + suffix for block_hash in reversed(hashes)]
+        return len(keys) - len(list(takewhile(not_, map(self._cached.get_one_block, keys))))
 
     def keep(self, blocks: Sequence[BlockId]) -> None:
         """Make free blocks those that vLLM hands out last, as if a request had just used them."""
