@@ -107,6 +107,7 @@ NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {
     "vllm": {VLLM, IDENTITY, IMPORTS},
     "transformers": {TRANSFORMERS},
+    "blake3": {VLLM},
     "torch": {HOOKS, VLLM, IDENTITY, TRANSFORMERS, CUDA},
     "triton": {CUDA},
     "cuda": {CUDA},

@@ -126,6 +126,8 @@ class Adapters:
         self._digests: dict[int, bytes] = {}
         """Of adapters that all ranks have told of."""
         self._requests: dict[str, Any] = {}
+        self.before_change: Callable[[Any], None] = lambda request: None
+        """Called with a request whose adapter is another one now: what it waits for is not."""
 
     # -- requests
 
@@ -157,6 +159,7 @@ class Adapters:
 
     def _change(self, request: Any) -> None:
         """Go on with a request whose adapter is another one now."""
+        self.before_change(request)
         if not request.num_computed_tokens:
             self.rehash(request)
             return
@@ -170,14 +173,14 @@ class Adapters:
 
     # -- what the ranks have loaded
 
-    def learn(self, loaded: Loaded) -> bool:
-        """Take what ranks have loaded; returns whether they have loaded other contents for an
-        adapter whose requests were hashed by its contents before."""
+    def learn(self, loaded: Loaded) -> list[Any]:
+        """Take what ranks have loaded; returns the requests that were hashed by the contents of an
+        adapter that has other ones now."""
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
         numbers = {number for digests in loaded.values() for number in digests}
-        changed = [self._settle(number) for number in numbers]
-        return any(changed)
+        changed = [number for number in numbers if self._settle(number)]
+        return [r for r in self._requests.values() if r.lora_request.lora_int_id in changed]
 
     def disown(self) -> None:
         """Have no request keep a key under which it has computed blocks."""

@@ -132,9 +132,15 @@ def _item_digest(item: Any) -> str:
     # A conversation sends its images with every turn; vLLM keeps the processed ones.
     digest = vars(data).get("kvshm_digest")
     if digest is None:
-        digest = data.kvshm_digest = digest_of(dict(data.get_data()))
+        digest = data.kvshm_digest = digest_of({key: _part(data[key]) for key in data})
     place = item.mm_position
     return digest_of([digest, item.modality, place.length, place.is_embed]).hex()
+
+
+def _part(part: Any) -> list[Any]:
+    """What the model gets of a part: its field decides how it is put together with those of other
+    items, and whether the model gets it as one of a row."""
+    return [type(part.field).__name__, getattr(part.field, "dim", 0), part.data]
 
 
 def _embed_hashes(request: Any, block_size: int) -> EmbedHashes | None:

@@ -120,3 +120,11 @@ class QuietReport(RankReport):
 
     def __init__(self, step: int) -> None:
         self.step = step
+
+
+def report_in(result: Any) -> RankReport | None:
+    """The ranks' report in what vLLM's model runner returns of a step, also beside the reports of a
+    MultiConnector's other connectors."""
+    found = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
+    reports = (found, *getattr(found, "metadata", ()))
+    return next((one for one in reports if isinstance(one, RankReport)), None)

@@ -25,6 +25,7 @@ from kvshm.halves import (
 )
 
 from ..log_lines import HookLine
+from .adapters import Loaded
 from .call_stack import callers_with
 from .combination import Combination
 from .contents import Contents
@@ -39,9 +40,9 @@ from .imports.at_once import leave_to_loads
 from .imports.importer import RequestImporter
 from .imports.pool_room import PoolRoom
 from .imports.prompt_tokens import PromptTokens
-from .imports.request_import import RequestImport, ids_of
+from .imports.request_import import RequestImport, Stage, ids_of
 from .imports.tracing import tracer_for
-from .messages import QuietStep, RankDescription, RankReport, StepMetadata
+from .messages import QuietStep, RankDescription, RankReport, StepMetadata, report_in
 from .metrics import LoadStats
 from .ranks import Ranks
 from .request_options import OptionChecks
@@ -115,8 +116,14 @@ class SchedulerSide:
         early = device == "cpu" or not self._vllm_config.speculative_config
         # vLLM's worker copies the state that a request goes on from before any load of the step.
         early = early and not any(group.state for group in self.importer.lookups.groups.all)
-        if early and not self.cache.role.no_imports and self._vllm and self._vllm.alone:
-            self.importer.at_once.watch(self._vllm.scheduler, before_output)
+        early = early and not self.cache.role.no_imports and self._vllm and self._vllm.alone
+        adapters, at_once = self.importer.contents.adapters, self.importer.at_once
+        if self._vllm and (early or adapters):
+            at_once.watch(self._vllm.scheduler, before_output, bool(early), adapters is not None)
+        if adapters is not None and at_once.watches:
+            adapters.before_change = self._forget_import
+        else:
+            self.importer.contents.adapters = None
         for multi in () if self.cache.role.no_imports else callers_with("sub_connectors"):
             Combination(multi, listener, self._block_size, longest=self._config.beside)
         return True
@@ -358,15 +365,16 @@ class SchedulerSide:
 
     def before_output(self, output: Any, result: Any) -> None:
         """Finish the imports that a step waited for, before vLLM handles its output, and roll back
-        the requests whose import failed, so that vLLM delivers no token of theirs."""
-        metadata = output.kv_connector_metadata
-        if not isinstance(metadata, StepMetadata) or not metadata.at_once:
-            return
-        self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
-        report = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
-        reports = report.loads if isinstance(report, RankReport) else []
-        for import_ in self.importer.running.finish_at_once(metadata.at_once, reports):
-            self._import_ended(import_)
+        the requests whose import failed, or whose adapter is another one than they were hashed
+        with, so that vLLM delivers no token of theirs."""
+        metadata, report = output.kv_connector_metadata, report_in(result)
+        if isinstance(metadata, StepMetadata) and metadata.at_once:
+            self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
+            reports = report.loads if report is not None else []
+            for import_ in self.importer.running.finish_at_once(metadata.at_once, reports):
+                self._import_ended(import_)
+        if report is not None and report.adapters:
+            self._adapters_loaded(report.adapters)
 
     def _import_ended(self, import_: RequestImport) -> None:
         self.prompts.import_ended(import_)
@@ -378,6 +386,31 @@ class SchedulerSide:
         if self.tracker is not None:  # before ``failed`` frees the request's blocks
             self.tracker.blocks_failed(import_.load.bad)
         self.importer.at_once.failed(import_)
+
+    def _adapters_loaded(self, loaded: Loaded) -> None:
+        """Learn which adapters a step has loaded.  If one has other contents, which no call has
+        announced, steps have computed with these under the old ones' keys, on top of blocks that
+        were hit or imported by these: vLLM computes it all again."""
+        adapters, vllm = self.importer.contents.adapters, self._vllm
+        if adapters is None or vllm is None or not (changed := adapters.learn(loaded)):
+            return
+        vllm.drop_hashes()
+        for request in changed:
+            if not request.mm_features:
+                self.importer.at_once.undo(request)
+            elif self.importer.has_imported(request):  # the ranks have no image of what was there
+                self.importer.at_once.fail(request)
+        adapters.disown()
+
+    def _forget_import(self, request: Any) -> None:
+        """Have vLLM compute a request that waits for an import, or has waited for one and was not
+        scheduled since: what it brings was computed with other contents of the adapter."""
+        if (import_ := self.importer.waits_for(request)) is None or self._vllm is None:
+            return
+        bad = self.importer.running.spoil(import_)
+        if self.tracker is not None:
+            self.tracker.blocks_failed(bad)
+        self._vllm.compute(request, import_.stage is Stage.LOADED)
 
     def roll_back(self) -> None:
         """After ``before_output`` failed: have all requests that steps wait for computed again."""
@@ -431,13 +464,6 @@ class SchedulerSide:
         if report.attached:
             self.importer.peers.attached.update(report.attached)
             self.cache.planner.attached(self.importer.peers.everywhere)
-        if report.adapters and (adapters := self.importer.contents.adapters) is not None:
-            changed = adapters.learn(report.adapters)
-            # Nobody has announced it: steps have computed with the new contents under the old ones'
-            # keys, and others on top of that.
-            if changed and self._vllm is not None:
-                self._vllm.drop_hashes()
-                adapters.disown()
         self.epochs.reported(report)
 
     def _step_ended(self, step: int) -> None:

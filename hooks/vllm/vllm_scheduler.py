@@ -103,6 +103,14 @@ class VllmScheduler:
         if self._ran is not None and not scheduler.running:
             self.requeue(give_up() | set(scheduler.finished_recving_kv_req_ids), self._ran)
 
+    def compute(self, request: Any, load_has_ended: bool) -> None:
+        """Have vLLM compute all of a request that waits with the blocks of a load, now or when the
+        load has ended: as if it had brought nothing."""
+        if load_has_ended:
+            self.requeue({request.request_id})
+        else:
+            self.scheduler._handle_failed_recving({request.request_id})
+
     def requeue(self, request_ids: set[str], ran: Sequence[Any] = ()) -> None:
         """Do now what vLLM does when all blocks of a load have failed: these requests, whose load
         has ended or is lost, wait without blocks, in their order, behind those that ``ran``."""

@@ -6,6 +6,7 @@ an answer must depend on every layer, so that a wrong block shows whichever grou
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,26 @@ def _write(directory: Path, config_class: str, **architecture: Any) -> Path:
             else:
                 weight.copy_(torch.randn_like(weight) * SHAPE["initializer_range"])
     model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def write_llama_with_scales(directory: Path) -> Path:
+    """The tiny Llama with scales for a cache in fp8, other ones for keys and values."""
+    from safetensors.torch import load_file, save_file
+    from torch import tensor
+
+    weights = write_model(directory) / "model.safetensors"
+    tensors = load_file(weights)
+    for name in [name for name in tensors if name.endswith("self_attn.k_proj.weight")]:
+        at = name.removesuffix("k_proj.weight")
+        tensors |= {f"{at}k_scale": tensor([0.02]), f"{at}v_scale": tensor([0.03])}
+    save_file(tensors, weights, {"format": "pt"})
+    path = directory / "config.json"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    cache = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    cache["kv_cache_scheme"] = {**scheme, "dynamic": False}
+    about = json.loads(path.read_text()) | {"quantization_config": cache}
+    path.write_text(json.dumps(about))
     return directory
 
 
@@ -291,6 +312,7 @@ SEVERAL_GROUPS = (
 )
 MADE_ONE_GROUP = (
     Family("llama", write_model, ONE),
+    Family("llama-fp8", write_llama_with_scales, ONE, {"kv_cache_dtype": "fp8"}),
     Family("gemma3-one-group", write_gemma3, ONE, ONE_GROUP),
     Family("gpt-oss-one-group", write_gpt_oss, ONE, ONE_GROUP, UNSPLIT),
     Family("llama4-one-group", write_llama4, ONE, {}, UNCHUNKED),

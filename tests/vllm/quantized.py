@@ -2,14 +2,16 @@
 there is none.  A program of its own, since vLLM's ranks begin once in a process.
 
     python -m tests.vllm.quantized FOLDER
+    python -m tests.vllm.quantized FOLDER RANK RANKS  (one of several; tensor parallelism)
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-import tempfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch
 from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsMxfp4
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
+from kvshm.hooks.vllm.identity.experts import held_experts, share_of
 from kvshm.hooks.vllm.identity.weights import weights_digest
 from kvshm.hooks.weights import WeightsUnknown
 
@@ -72,7 +76,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "quant_method": "compressed-tensors", "format": "dense", "config_groups": {},
         "kv_cache_scheme": scheme(8, "float", "tensor"),
     },
+    "mxfp4": {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"],
+    },
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": HIDDEN // HEADS,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+"""Of the kind mxfp4: only experts are quantized, in blocks of 32 numbers."""
 
 
 def words(*shape: int) -> torch.Tensor:
@@ -108,6 +121,24 @@ def of_linear(kind: str, name: str, out: int, width: int) -> Iterator[tuple[str,
         yield f"{name}.weight", torch.randn(out, width).to(bf16) * 0.05
 
 
+def of_gpt_oss(at: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one layer besides norms, at random."""
+    for name, (out, width) in LINEAR.items():
+        if name.startswith("self_attn"):
+            yield f"{at}.{name}.weight", torch.randn(out, width).to(torch.bfloat16) * 0.05
+            yield f"{at}.{name}.bias", torch.randn(out).to(torch.bfloat16)
+    yield f"{at}.self_attn.sinks", torch.randn(HEADS).to(torch.bfloat16)
+    experts = GPT_OSS["num_local_experts"]
+    yield f"{at}.mlp.router.weight", torch.randn(experts, HIDDEN).to(torch.bfloat16)
+    yield f"{at}.mlp.router.bias", torch.randn(experts).to(torch.bfloat16)
+    for name, out, width in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        of = f"{at}.mlp.experts.{name}"
+        shape = experts, out, width // 32
+        yield f"{of}_blocks", torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        yield f"{of}_scales", torch.randint(118, 124, shape, dtype=torch.uint8)
+        yield f"{of}_bias", torch.randn(experts, out).to(torch.bfloat16)
+
+
 def checkpoint(kind: str) -> Tensors:
     """A whole model at random, always the same."""
     torch.manual_seed(0)
@@ -120,6 +151,9 @@ def checkpoint(kind: str) -> Tensors:
         at = f"model.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{at}.{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        if kind == "mxfp4":
+            tensors |= dict(of_gpt_oss(at))
+            continue
         for name, (out, width) in LINEAR.items():
             tensors |= dict(of_linear(kind, f"{at}.{name}", out, width))
         if kind == "fp8 cache":
@@ -135,23 +169,28 @@ CHANGES = {
     "gptq": ("mlp.down_proj.scales", "mlp.down_proj.qweight"),
     "awq": ("mlp.down_proj.scales", "mlp.down_proj.qweight"),
     "fp8 cache": ("self_attn.v_scale", "mlp.down_proj.weight"),
+    "mxfp4": ("mlp.experts.down_proj_scales", "mlp.experts.down_proj_blocks"),
 }
 """A scale and a weight of each kind."""
 
 
-def digest(folder: Path, kind: str, tensors: Tensors) -> str:
+def digest(folder: Path, kind: str, tensors: Tensors, rank: int = 0, ranks: int = 1) -> str:
+    architecture = TINY_LLAMA | SHAPE | (GPT_OSS if kind == "mxfp4" else {})
     config = engine_config(
         folder,
-        TINY_LLAMA | SHAPE | {"quantization_config": KINDS[kind]},
+        architecture | {"quantization_config": KINDS[kind]},
         load_format="auto",
         dtype="bfloat16",
+        tensor_parallel_size=ranks,
         **({"kv_cache_dtype": "fp8"} if kind == "fp8 cache" else {}),
     )
+    config.parallel_config.rank = rank
     save_file(tensors, folder / "model.safetensors")
     with set_current_vllm_config(config):
         model = get_model(vllm_config=config)
     try:
-        return weights_digest(model, dtype=torch.bfloat16)
+        experts = share_of(held_experts(model))
+        return sha256(weights_digest(model, dtype=torch.bfloat16).encode() + experts).hexdigest()
     except WeightsUnknown as exc:
         return f"unknown: {exc}"
 
@@ -165,19 +204,37 @@ def changed(tensors: Tensors, suffix: str) -> Tensors:
     return {**tensors, name: other}
 
 
-def main(folder: Path) -> None:
-    """Two loads of each checkpoint, and one each with another scale and another weight."""
+def begin(store: str, rank: int, ranks: int) -> None:
+    os.environ["VLLM_DIST_IDENT"] = sha256(store.encode()).hexdigest()[:16]
     _set_torch_accelerator_to_noop()  # as vLLM's runner for CPUs does
-    with set_current_vllm_config(VllmConfig()), tempfile.TemporaryDirectory() as store:
-        parallel_state.init_distributed_environment(1, 0, f"file://{store}/s", 0, "gloo")
-        parallel_state.initialize_model_parallel(1, 1)
+    # vLLM multiplies by MXFP4 only with AMX; what it makes of the weights it can make without.
+    CPUExpertsMxfp4._supports_current_device = staticmethod(lambda: True)  # type: ignore[method-assign]
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(ranks, rank, f"file://{store}", rank, "gloo")
+        parallel_state.initialize_model_parallel(ranks, 1)
+
+
+def alone(folder: Path) -> dict[str, list[str]]:
+    """Two loads of each checkpoint, and one each with another scale and another weight."""
     said: dict[str, list[str]] = {}
     for kind, (scale, weight) in CHANGES.items():
         tensors = checkpoint(kind)
         runs = (tensors, tensors, changed(tensors, scale), changed(tensors, weight))
         said[kind] = [digest(folder / kind, kind, one) for one in runs]
-    print(json.dumps(said))
+    return said
+
+
+def one_of(folder: Path, rank: int, ranks: int) -> list[str]:
+    """Two loads of a rank's part of a checkpoint, and one with another scale of the last rank's."""
+    kind, own = "w4a16", folder / f"rank{rank}"
+    tensors = checkpoint(kind)
+    runs = (tensors, tensors, changed(tensors, "mlp.up_proj.weight_scale"))
+    return [digest(own, kind, one, rank, ranks) for one in runs]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder, *which = sys.argv[1:]
+    rank, ranks = map(int, which or (0, 1))
+    begin(f"{folder}/store", rank, ranks)
+    found = one_of(Path(folder), rank, ranks) if which else alone(Path(folder))
+    print(json.dumps(found))

@@ -80,9 +80,9 @@ class PeerOf:
         event = self.exporter.table.publish(pack_records(records), bytes(8 * len(records)))
         self.side.cache.epoch_state.peers.apply_events([(PEER, event)])
 
-    def hold_all(self, tokens: list[int]) -> Request:
+    def hold_all(self, tokens: list[int], **asked: Any) -> Request:
         """It computes a whole prompt; returns a request that was never scheduled."""
-        self.e.add("imagined", tokens, max_tokens=1)
+        self.e.add("imagined", tokens, max_tokens=1, **asked)
         request = self.e.scheduler.requests["imagined"]
         self.e.scheduler.finish_requests("imagined", RequestStatus.FINISHED_ABORTED)
         length = len(request.block_hashes)
@@ -118,15 +118,18 @@ class Played:
 
     e: DrivenEngine
 
-    def run(self, sent: Sent, *reports: LoadReport) -> None:
-        """A step has run; these asynchronous loads, or those of the step, have ended by then."""
+    def run(self, sent: Sent, *reports: LoadReport, **more: Any) -> None:
+        """A step has run; these asynchronous loads, or those of the step, have ended by then.
+        ``more``: what else the rank reports."""
         asynchronous = [one for one in reports if isinstance(one.load_id, str)]
         self.e.answer(
             sent,
             KVConnectorOutput(
                 finished_recving={one.load_id for one in asynchronous} or None,
                 failed_recving={one.load_id for one in asynchronous if one.bad},
-                kv_connector_worker_meta=RankReport(sent.metadata.step, loads=list(reports)),
+                kv_connector_worker_meta=RankReport(
+                    sent.metadata.step, loads=list(reports), **more
+                ),
             ),
         )
 

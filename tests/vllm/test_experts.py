@@ -68,12 +68,18 @@ def layer(checkpoint: Checkpoint, number: int, config: Any, strategy: str) -> to
         enable_eplb=False,
     )
     made = torch.nn.Module()
-    made.expert_map_manager, made.moe_config = manager, SimpleNamespace(moe_parallel_config=config)
+    made.expert_map_manager = manager
     made.register_buffer("_expert_map", manager.expert_map, persistent=False)
     made.register_buffer("expert_mask", manager.expert_mask, persistent=False)
     places = torch.arange(EXPERTS) if manager.expert_map is None else manager.expert_map
     held, width = (places >= 0).nonzero()[:, 0], INNER // config.tp_size
     part = slice(config.tp_rank * width, (config.tp_rank + 1) * width)
+    made.moe_config = SimpleNamespace(
+        moe_parallel_config=config,
+        num_local_experts=len(held),
+        hidden_dim=HIDDEN,
+        intermediate_size_per_partition=width,
+    )
     tensors = {
         "w13_weight": checkpoint.up[number, held, part],
         "w2_weight": checkpoint.down[number, held][..., part],
@@ -214,11 +220,17 @@ def test_a_module_without_weights_of_its_own_holds_no_experts() -> None:
     assert [each.layer for each in held_experts(model)] == ["layer0.experts", "layer1.experts"]
 
 
-def test_experts_that_are_kept_elsewhere_are_unknown() -> None:
-    """vLLM's kernels for MXFP4 keep matrices in objects of their own; biases stay parameters."""
+@pytest.mark.parametrize("taken", [["w13_weight", "w2_weight"], ["w13_weight"], ["w2_weight"]])
+def test_experts_that_are_kept_elsewhere_are_unknown(taken: list[str]) -> None:
+    """vLLM's kernels for MXFP4 keep matrices in objects of their own; biases stay parameters, and
+    with some of them scales."""
     one = layer(Checkpoint(), 0, parallel(1, 0, divided=False), "linear")
     one.__class__ = type("RoutedExperts", (torch.nn.Module,), {})
+    for matrix in ("w13", "w2"):
+        scales = torch.ones(EXPERTS, INNER // 2, 1, dtype=torch.uint8)
+        one.register_parameter(f"{matrix}_scales", torch.nn.Parameter(scales, requires_grad=False))
     assert len(held_experts(one)) == 1
-    del one.w13_weight, one.w2_weight
+    for matrix in taken:
+        delattr(one, matrix)
     with pytest.raises(WeightsUnknown, match="keeps the experts of  where they cannot be read"):
         held_experts(one)

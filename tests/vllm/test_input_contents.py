@@ -18,10 +18,13 @@ import torch
 from vllm.config import ECTransferConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.multimodal.inputs import (
+    BaseMultiModalField,
     MultiModalBatchedField,
     MultiModalFeatureSpec,
     MultiModalFieldElem,
+    MultiModalFlatField,
     MultiModalKwargsItem,
+    MultiModalSharedField,
     PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
@@ -40,6 +43,7 @@ from .played_core import started_core
 from .scheduling import BLOCK_SIZE, Make, imagined_cache, prompt, vllm_config
 from .vision import write_vision
 
+BATCHED = MultiModalBatchedField()
 PIXELS = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 
 
@@ -49,14 +53,12 @@ def item(
     modality: str = "image",
     offset: int = 20,
     mask: torch.Tensor | None = None,
+    field: BaseMultiModalField = BATCHED,
     **more: Any,
 ) -> MultiModalFeatureSpec:
     """An image of 10 tokens."""
     parts = {"pixel_values": data, "grid": torch.tensor([1, 2, 3]), **more}
-    elems = {
-        name: MultiModalFieldElem(data=part, field=MultiModalBatchedField())
-        for name, part in parts.items()
-    }
+    elems = {name: MultiModalFieldElem(data=part, field=field) for name, part in parts.items()}
     place = PlaceholderRange(offset=offset, length=10, is_embed=mask)
     return MultiModalFeatureSpec(
         data=MultiModalKwargsItem(elems),
@@ -109,6 +111,23 @@ OTHERS: dict[str, MultiModalFeatureSpec] = {
     "another mask": item(mask=torch.arange(10) > 0),
     "length": replace(item(), mm_position=PlaceholderRange(offset=20, length=11)),
 }
+
+
+def flat(*ends: int, dim: int = 0) -> MultiModalFlatField:
+    """The field of items that end at these places of one tensor."""
+    return MultiModalFlatField(slices=[slice(0, end) for end in ends], dim=dim)
+
+
+def test_how_the_parts_of_items_are_put_together_counts() -> None:
+    """The model gets one item's part as one of a row, or as it is; several items' side by side, or
+    one behind the other in some direction.  Where an item lay among others does not count."""
+    shared = MultiModalSharedField(batch_size=2)
+    alone = (f.reduce_data([MultiModalFieldElem(PIXELS, f)]).shape for f in (BATCHED, flat(2)))
+    assert [*alone] == [(1, *PIXELS.shape), PIXELS.shape]
+    fields = BATCHED, flat(2), flat(2, dim=1), shared
+    assert len({named(item(field=field)) for field in fields}) == len(fields)
+    assert named(item(field=flat(2))) == named(item(field=flat(1, 3)))
+    assert named(item(field=shared)) == named(item(field=MultiModalSharedField(batch_size=1)))
 
 
 def test_whatever_differs_makes_another_name() -> None:

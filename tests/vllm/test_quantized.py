@@ -5,31 +5,43 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from kvshm._base import fingerprint as names
+from kvshm.hooks.vllm.identity import fields as fields_module
+from kvshm.hooks.vllm.identity.experts import NO_EXPERTS
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("fp8", "w4a16", "gptq", "awq", "fp8 cache")
+KINDS = ("fp8", "w4a16", "gptq", "awq", "fp8 cache", "mxfp4")
+
+
+def said_by(*commands: list[str]) -> list[Any]:
+    """What each of these programs says, which run at the same time."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    environ |= {"OMP_NUM_THREADS": "1"}  # two programs at a time may have two cores
+    how: dict[str, Any] = {"cwd": ROOT, "env": environ, "stdout": PIPE, "stderr": PIPE}
+    begin = [sys.executable, "-m", "tests.vllm.quantized"]
+    running = [Popen([*begin, *command], text=True, **how) for command in commands]
+    ended = [each.communicate(timeout=300) for each in running]
+    for each, (_, errors) in zip(running, ended, strict=True):
+        assert each.returncode == 0, errors[-2000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """By kind: of two loads, of one with another scale, of one with another weight."""
-    folder = tmp_path_factory.mktemp("quantized")
-    command = [sys.executable, "-m", "tests.vllm.quantized", str(folder)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, list[str]]
+    (found,) = said_by([str(tmp_path_factory.mktemp("quantized"))])
     assert set(found) == {*KINDS, "int8"}
     return found
 
@@ -47,3 +59,20 @@ def test_equal_checkpoints_have_equal_digests_and_others_never(
 def test_what_a_kernel_keeps_for_itself_is_refused_by_name(digests: dict[str, list[str]]) -> None:
     (said,) = set(digests["int8"])
     assert said == "unknown: vLLM keeps model.layers.0.mlp.down_proj.weight where it cannot be read"
+
+
+def test_of_several_ranks_each_has_its_part_and_each_counts(tmp_path: Path) -> None:
+    """Two processes, as two ranks of tensor parallelism.  The other scale is of a part that only
+    the second one loads."""
+    ranks = said_by(*([str(tmp_path), rank, "2"] for rank in ("0", "1")))
+    one, again, other = zip(*ranks, strict=True)
+    assert one == again
+    assert len(set(one)) == 2
+    assert (one[0] == other[0], one[1] == other[1]) == (True, False)
+
+    def weights(instance: tuple[str, ...]) -> str:
+        fields = [{names.WEIGHTS: d, names.EXPERTS: NO_EXPERTS.hex()} for d in instance]
+        return fields_module._joined(fields)[names.WEIGHTS]
+
+    assert weights(one) == weights(again)
+    assert weights(one) not in (weights(other), weights(one[::-1]))

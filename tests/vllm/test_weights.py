@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from kvshm.hooks import weights
+from kvshm.hooks.vllm.identity import weights as weights_module
 from kvshm.hooks.vllm.identity.weights import weights_digest
 from kvshm.hooks.weights import WeightsUnknown
 
@@ -190,6 +192,45 @@ def test_what_cannot_be_asked_for_is_unknown() -> None:
     for model in (gone, int8):
         with pytest.raises(WeightsUnknown, match="cannot be read"):
             weights_digest(model)
+
+
+class LinearBase(torch.nn.Module):
+    """A quantized layer, as some kernel has left it; known by the name of vLLM's class."""
+
+    def __init__(self, *, packed: torch.Tensor, **left: torch.Tensor | None) -> None:
+        super().__init__()
+        self.input_size, self.output_size, self.packed = 32, 64, packed
+        for name, tensor in left.items():
+            kept = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, kept)
+
+
+SCALES = torch.rand(64, 2, dtype=torch.bfloat16)  # one for every 16 numbers
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"weight": NOTHING},
+        {"weight": NOTHING.to("meta")},  # as on a GPU: not on the CPU
+        {"weight": None},
+        {},
+    ],
+    ids=["emptied", "emptied elsewhere", "none", "deleted"],
+)
+def test_a_weight_that_a_kernel_keeps_for_itself_is_unknown_on_any_device(left: Any) -> None:
+    model = torch.nn.ModuleDict({"up": LinearBase(packed=torch.rand(64, 16), scale=SCALES, **left)})
+    with pytest.raises(WeightsUnknown, match=r"vLLM keeps up\.weight where it cannot be read"):
+        list(weights_module._packed_layers(model))
+
+
+def test_what_a_quantized_layer_has_no_use_for_may_be_empty() -> None:
+    """As the order of rows and the zeros that Marlin leaves behind."""
+    words = torch.zeros(4, 64, dtype=torch.int32)  # of 4 bits
+    left = {"qweight": words, "g_idx": NOTHING, "qzeros": NOTHING, "scales": SCALES}
+    assert list(weights_module._packed_layers(LinearBase(packed=words, **left))) == []
+    assert weights_digest(LinearBase(packed=words, **left))
 
 
 def test_a_gigabyte_is_read_in_seconds(record_property: Callable[[str, object], None]) -> None:

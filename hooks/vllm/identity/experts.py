@@ -23,6 +23,9 @@ from kvshm._base.fingerprint import EXPERTS, WEIGHTS
 
 from ...weights import WeightsUnknown, digest_tensors, where
 
+ROUTED_EXPERTS = "RoutedExperts"
+LEAST_BITS = 2
+"""Of a number of a quantized weight, at least; scales have fewer for each number."""
 SHARE_BYTES = 32
 NO_EXPERTS = bytes(SHARE_BYTES)
 PLACEMENT = (
@@ -77,12 +80,29 @@ def _held(name: str, module: torch.nn.Module) -> Held | None:
         and len(tensor) == len(experts)
     }
     # vLLM's runner of such a layer has no tensors, and is not of that class.
-    kept = any(tensor.ndim >= 3 for tensor in tensors.values())  # a matrix for each expert
-    if not kept and any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__):
+    if is_a(ROUTED_EXPERTS, module) and not _keeps(module, config):
         raise WeightsUnknown(f"vLLM keeps the experts of {name} where they cannot be read")
     parallel = config.moe_parallel_config
     part = parallel.tp_rank, parallel.tp_size
     return Held(name, experts, part, tensors) if tensors else None
+
+
+def is_a(name: str, module: torch.nn.Module) -> bool:
+    """Whether a module is of vLLM's class of this name."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def _keeps(module: torch.nn.Module, config: Any) -> bool:
+    """Whether a layer holds both matrices of its experts, on any device: some kernels keep weights
+    in a form of their own, and leave nothing behind, or the scales."""
+    numbers = config.num_local_experts * config.hidden_dim * config.intermediate_size_per_partition
+    return all(
+        any(
+            key.startswith(matrix) and each is not None and each.nbytes * 8 >= numbers * LEAST_BITS
+            for key, each in module._parameters.items()
+        )
+        for matrix in ("w13", "w2")
+    )
 
 
 def _numbers(manager: Any) -> list[int]:

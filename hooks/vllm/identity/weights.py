@@ -21,7 +21,7 @@ from ...weights import (
     model_places,
     model_tensors,
 )
-from .experts import held_experts, kernels, names_apart
+from .experts import LEAST_BITS, ROUTED_EXPERTS, held_experts, is_a, kernels, names_apart
 
 _PRODUCT_BYTES = 64 << 20
 """Most bytes of unit vectors that a packed weight is multiplied with at a time."""
@@ -137,18 +137,36 @@ def _packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     a kernel library in its own format and empties the parameter.  Raises WeightsUnknown for a layer
     whose kernel cannot be asked for its weight."""
     for name, module in sorted(model.named_modules()):
-        for key, parameter in module._parameters.items():
-            if not _is_emptied(module, key, parameter):
-                continue
-            if key != "weight" or not hasattr(module, "cpu_linear"):
-                raise WeightsUnknown(f"vLLM keeps {name}.{key} where it cannot be read")
+        if hasattr(module, "cpu_linear") and _is_emptied(module, "weight"):
             yield name, module
+        elif key := _unreadable(module):
+            raise WeightsUnknown(f"vLLM keeps {name}.{key} where it cannot be read")
 
 
-def _is_emptied(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter | None) -> bool:
-    if parameter is None:  # int8 kernels leave None behind
-        return key == "weight" and hasattr(module, "quant_method")
-    return bool(parameter.numel() == 0 and parameter.device.type == "cpu")
+def _is_emptied(module: torch.nn.Module, key: str) -> bool:
+    if (parameter := module._parameters.get(key)) is None:
+        return key == "weight" and key in module._parameters and hasattr(module, "quant_method")
+    return bool(parameter.numel() == 0)
+
+
+def _unreadable(module: torch.nn.Module) -> str:
+    """Return which parameter a module computes with but does not hold, on any device; empty if it
+    holds all.  Kernels put weights elsewhere and empty the parameter, leave None, or have none."""
+    if (needed := _numbers(module)) is None:
+        return next((key for key in module._parameters if _is_emptied(module, key)), "")
+    # Kernels of quantized layers also empty what they have no use for, such as an order of rows.
+    sizes = (each.nbytes for each in module._parameters.values() if each is not None)
+    return "" if max(sizes, default=0) * 8 >= needed * LEAST_BITS else "weight"
+
+
+def _numbers(module: Any) -> int | None:
+    """How many numbers the weight of a layer of vLLM's has; None if it is of another kind."""
+    if is_a("LinearBase", module):
+        width = getattr(module, "input_size_per_partition", module.input_size)
+        return int(width * getattr(module, "output_size_per_partition", module.output_size))
+    if is_a("VocabParallelEmbedding", module):
+        return int(module.num_embeddings_per_partition * module.embedding_dim)
+    return 0 if is_a(ROUTED_EXPERTS, module) else None  # held_experts looks at these
 
 
 def _products(name: str, layer: Any) -> Iterator[torch.Tensor]:

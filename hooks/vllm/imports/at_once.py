@@ -66,9 +66,16 @@ class AtOnce:
         self._log_limit = LogLimit()
         self._estimated = self._price = 0.0
 
-    def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
+    def watch(
+        self,
+        scheduler: Any,
+        before_output: Callable[[Any, Any], None],
+        available: bool = True,
+        always: bool = False,
+    ) -> None:
         """Wrap both methods: ``before_output`` gets the arguments of ``update_from_output`` before
-        each call of it.  Wraps neither if an attribute is missing in this vLLM."""
+        each call of it, or only of steps that wait for loads unless ``always``.  Wraps neither if
+        an attribute is missing in this vLLM.  ``available``: whether steps may wait for loads."""
         pool = scheduler.kv_cache_manager.block_pool
         missing = [name for name in _OF_SCHEDULER if not hasattr(scheduler, name)]
         preempt = getattr(scheduler, "_preempt_request", None)
@@ -87,13 +94,18 @@ class AtOnce:
             return None
 
         def update_from_output(output: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(output.kv_connector_metadata, "at_once", True):  # most steps wait for none
+            # Most steps wait for none.
+            if always or getattr(output.kv_connector_metadata, "at_once", True):
                 before_output(output, result)
             return update(output, result, *args, **kwargs)
 
         pool.cache_full_blocks, scheduler.update_from_output = cache_full_blocks, update_from_output
         self._scheduler, self._give_hashes = scheduler, give_hashes
-        self.available = True
+        self.available = available
+
+    @property
+    def watches(self) -> bool:
+        return self._scheduler is not None
 
     # -- scheduling
 
@@ -143,16 +155,26 @@ class AtOnce:
         """Drop everything that the request has computed on top of its blocks, in steps under way
         too, and have vLLM compute it again.  If it was preempted and matched again since, nothing
         is withheld, and there is nothing to do."""
-        if import_.withheld is None:
-            return
-        request = import_.request
-        is_there = self._scheduler.requests.get(import_.request_id) is request
+        if import_.withheld is not None:
+            self.undo(import_.request)
+            import_.withheld = None
+
+    def undo(self, request: Any) -> None:
+        """Drop everything that a request has computed, in steps under way too, and have vLLM
+        compute it again."""
+        is_there = self._scheduler.requests.get(request.request_id) is request
         if is_there and not request.is_finished():  # its id may be another's meanwhile
             # Set first, so that vLLM delivers no token whatever happens below.
             request.drop_stale_output = True
             if request.status.name == "RUNNING":  # otherwise preempted meanwhile
                 self._preempt(request)
-        import_.withheld = None
+
+    def fail(self, request: Any) -> None:
+        """End a request that cannot begin again with an error, and with none of its output under
+        way; vLLM tells its client with the output that it is about to handle."""
+        request.drop_stale_output = True
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        self._scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
 
     def undo_all(self, imports: Iterable[RequestImport]) -> None:
         """Treat the loads of these imports, which steps under way wait for, as ``failed``."""

@@ -385,6 +385,19 @@ class RequestImporter:
         """Requests whose load has ended and that vLLM has not scheduled since."""
         return {name for name, i in self.imports.items() if i.stage is Stage.LOADED}
 
+    def waits_for(self, request: Any) -> RequestImport | None:
+        """Return the asynchronous import for which vLLM holds a request back, or that has ended and
+        after which vLLM has not scheduled it."""
+        import_ = self.imports.get(request.request_id)
+        if import_ is None or import_.way is not Way.ASYNCHRONOUS:
+            return None
+        return import_ if import_.stage in (Stage.LOADING, Stage.LOADED) else None
+
+    def has_imported(self, request: Any) -> bool:
+        """Whether a request goes on from blocks that were imported for it."""
+        import_ = self.imports.get(request.request_id)
+        return import_ is not None and import_.stage is Stage.ENDED and bool(import_.load.good)
+
     def request_finished(self, request_id: str) -> None:
         """Forget a request that has ended; its load goes on until all ranks have reported it."""
         import_ = self.imports.pop(request_id, None)

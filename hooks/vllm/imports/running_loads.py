@@ -157,6 +157,13 @@ class RunningLoads:
         """Requests that vLLM holds back because not every rank has reported their load."""
         return {i.request_id for i in self.by_id.values() if i.way is Way.ASYNCHRONOUS}
 
+    def spoil(self, import_: RequestImport) -> Sequence[BlockId]:
+        """Use nothing of what an import brings, or has brought; returns all of its blocks."""
+        load = import_.load
+        load.reports.append(LoadReport(load.order.load_id, load.targets))
+        load.bad = set(load.targets)
+        return load.targets
+
     def give_up(self, request: Any) -> Set[BlockId]:
         """Finish a request's load that no rank will report; returns the blocks that it was to fill,
         if it is known."""
