@@ -59,6 +59,15 @@ class Offloading:
         return OffloadingWorkerMetadata(completed_jobs=dict.fromkeys([*stored, *loaded], 1))
 
 
+class WithinSteps(Offloading):
+    """Of vLLM 0.33: steps wait for its loads.  0.32 does not know the setting."""
+
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": BYTES, "sync_load_budget_bytes": BYTES},
+    }
+
+
 class SimpleOffloading:
     """The worker of vLLM's SimpleCPUOffloadConnector."""
 
@@ -141,6 +150,10 @@ class HostEngine(BesideEngine):
         for job, requests, blocks in self.worker.loads(theirs):
             self._fill(("theirs", job), requests, blocks)
             self.foreign.update(blocks)
+        assert not ours.at_once
+        zeroed = set(sent.output.new_block_ids_to_zero or ())
+        for requests, blocks in self.filling.values():
+            assert not requests or zeroed.isdisjoint(blocks), "zeroed while a load fills it"
         self._compute(sent.output.num_scheduled_tokens)
         assert self.foreign.isdisjoint(self.ready())
         if stored:
