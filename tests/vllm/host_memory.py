@@ -24,6 +24,7 @@ from kvshm.hooks.vllm.messages import RankReport
 
 from .scheduling import Sent
 from .several_connectors import BesideEngine
+from .store_connector import StoreConnector
 
 BYTES = 1 << 20
 
@@ -93,6 +94,31 @@ class SimpleOffloading:
     @staticmethod
     def report(stored: Collection[Any], loaded: Collection[Any]) -> Any:
         return SimpleCPUOffloadWorkerMetadata(dict.fromkeys(stored, 1)) if stored else None
+
+
+class Remembering:
+    """The connector of a store that remembers blocks, and saves none (store_connector.py)."""
+
+    connector = {
+        "kv_connector": "StoreConnector",
+        "kv_connector_module_path": StoreConnector.__module__,
+    }
+
+    @staticmethod
+    def waited_for(step: Any, reading: Iterable[Any]) -> set[Any]:
+        return set()
+
+    @staticmethod
+    def loads(step: Any) -> Iterator[tuple[Any, Collection[str], list[int]]]:
+        return iter(())
+
+    @staticmethod
+    def stores(step: Any) -> dict[Any, set[int]]:
+        return {}
+
+    @staticmethod
+    def report(stored: Collection[Any], loaded: Collection[Any]) -> None:
+        pass
 
 
 def with_tensors(cache: KVCacheConfig) -> KVCacheConfig:

@@ -15,7 +15,14 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from .host_memory import HostEngine, Offloading, SimpleOffloading, WithinSteps, with_tensors
+from .host_memory import (
+    HostEngine,
+    Offloading,
+    Remembering,
+    SimpleOffloading,
+    WithinSteps,
+    with_tensors,
+)
 from .scheduling import BLOCK_SIZE, Make, full, imagined_cache, prompt, states, window
 from .several_connectors import config_of
 from .several_groups import PeerOf, blocks_to_fill, peer_of
@@ -121,6 +128,28 @@ def test_copies_to_the_host_end_before_an_import_overwrites_their_blocks(
     e.play(sent, stored=False)
     pool.free_blocks(taken)
     e.finish()
+
+
+@EACH_KIND
+@BOTH_ORDERS
+def test_a_store_hears_of_the_blocks_of_all_groups_when_they_are_full(
+    host: MakeHost, peer_of: Callable[..., PeerOf], kind: str, ours_first: bool
+) -> None:
+    """It remembers none that an import has lost: vLLM has given them back, in every group."""
+    e = host(Remembering, kind, ours_first)
+    peer = peer_of(e)
+    for first, bad in ((1, ["a"]), (501, [])):
+        peer.hold_all(prompt(4, first=first))
+        e.add("a", prompt(5, first=first), max_tokens=1)
+        sent = e.schedule()
+        assert e.loaded(sent)[0]
+        assert "a" not in e.other.blocks
+        e.play(sent, bad=bad)
+        sent = e.schedule()
+        assert e.other.blocks["a"] == e.tables_of("a")
+        assert e.scheduler.requests["a"].num_computed_tokens > 4 * BLOCK_SIZE
+        e.play(sent)
+        e.finish()
 
 
 @pytest.mark.parametrize("worker", [Offloading, SimpleOffloading, WithinSteps])
