@@ -94,10 +94,10 @@ def test_one_connector_loads_all_groups(
         assert sorted(filled[not is_ours]) == sorted(blocks_to_fill(e, "a", hashes))
         assert not filled[is_ours]
         assert (peer.leased > leased) == is_ours
+        assert ("a" in e.connector._scheduler.importer.imports) == is_ours
         assert e.scheduler.requests["a"].num_computed_tokens == BLOCK_SIZE * len(hashes)
         e.play(sent)
         e.play(e.schedule())
-        assert ("a" in e.connector._scheduler.importer.imports) == is_ours
         assert bool(e.ready() - shown) == is_ours
         e.finish()
         e.evict()
