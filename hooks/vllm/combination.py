@@ -95,6 +95,16 @@ class Combination:
                 connector.update_state_after_alloc(request, blocks, num_external_tokens)
             elif connector is self._own:
                 connector.update_state_after_alloc(request, blocks, 0)
+            else:
+                expect_new_contents(connector, blocks)
+
+
+def expect_new_contents(connector: Any, blocks: Any) -> None:
+    """Have vLLM's OffloadingConnector end its copies of these blocks before anything is loaded into
+    them: it reads blocks of requests that have ended, unless it knows that others have got them."""
+    scheduler = getattr(connector, "connector_scheduler", None)
+    if (noted := getattr(scheduler, "_current_batch_allocated_block_ids", None)) is not None:
+        noted.update(block for table in blocks.get_block_ids() for block in table if block)
 
 
 def makes_events(connector: object) -> bool:

@@ -48,6 +48,11 @@ class BesideEngine(DrivenEngine):
     def place(self) -> int:
         return list(self.scheduler.connector.sub_connectors).index(self.connector)
 
+    @property
+    def other(self) -> Any:
+        """The connector that is not kvshm's."""
+        return self.scheduler.connector.sub_connectors[1 - self.place]
+
     def reported(self, report: RankReport) -> MultiKVConnectorWorkerMetadata:
         return MultiKVConnectorWorkerMetadata(
             tuple(report if i == self.place else None for i in range(2))
@@ -73,11 +78,6 @@ class PeeredEngine(BesideEngine):
         super().__post_init__()
         planner = self.connector._scheduler.cache.planner
         planner.has_peers, planner.lookup = lambda: True, self._lookup
-
-    @property
-    def other(self) -> Any:
-        """The connector that is not kvshm's."""
-        return self.scheduler.connector.sub_connectors[1 - self.place]
 
     def _lookup(self, chain: list[bytes], start: int, stop: int) -> Any:
         length = min(stop, self.held) - start

@@ -23,8 +23,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.asked = 0
         self.told: dict[str, list[int]] = defaultdict(list)
         """With how many tokens it was told of blocks, by request."""
-        self.blocks: dict[str, list[int]] = {}
-        """The blocks of each request that has not ended."""
+        self.blocks: dict[str, list[list[int]]] = {}
+        """The blocks of each request that has not ended, in all groups."""
         self.saves = False
         """Whether vLLM is to keep the blocks of a request that has ended."""
         self.locked: set[str] = set()
@@ -42,8 +42,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.told[request.request_id].append(num_external_tokens)
         self.locked.discard(request.request_id)
-        known = self.blocks.setdefault(request.request_id, [])
-        known += blocks.get_block_ids()[0][len(known) :]
+        tables = blocks.get_block_ids()
+        known = self.blocks.setdefault(request.request_id, [[] for _ in tables])
+        for remembered, table in zip(known, tables, strict=True):
+            remembered += table[len(remembered) :]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()

@@ -133,7 +133,7 @@ def test_the_others_hear_of_blocks_once_they_are_full(
     sent = e.step()
     assert sent.output.num_scheduled_tokens == {"a": 3 + BLOCK_SIZE}
     assert (store_of(e).told, store_of(e).locked) == ({"a": [0]}, set())
-    assert store_of(e).blocks["a"] == e.blocks_of("a")
+    assert store_of(e).blocks["a"] == e.tables_of("a")
     assert store_of(e).asked == 1
 
 
@@ -153,7 +153,7 @@ def test_blocks_that_a_lost_load_leaves_are_remembered_by_no_store(
     e.held = 0
     e.step()
     assert e.blocks_of("a")[:3] != lost[:3]
-    assert store_of(e).blocks["a"] == e.blocks_of("a")
+    assert store_of(e).blocks["a"] == e.tables_of("a")
 
 
 @BOTH_ORDERS
