@@ -21,7 +21,7 @@ def digest_of(value: Any) -> bytes:
     digest = blake3()
     for part in _parts(value):
         digest.update(part)
-    return digest.digest()
+    return bytes(digest.digest())
 
 
 def _parts(value: Any) -> Iterator[Any]:

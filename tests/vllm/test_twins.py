@@ -284,6 +284,26 @@ def test_a_copy_is_waited_for_as_long_as_it_may_take(node: Callable[..., Node]) 
     n.finish()
 
 
+def test_copies_that_hang_are_waited_for_twice_at_most(node: Callable[..., Node]) -> None:
+    n = node(False)
+    n.costs(per_token=1.0)
+    tokens, others = prompt(BLOCKS), [str(i) for i in range(5)]
+    n.peer.hold_all(tokens)
+    n.e.add("first", tokens)
+    n.step(ended=False)
+    for name in others:
+        n.e.add(name, tokens)
+    begun = []
+    for copies in range(1, 4):  # so many are under way then, and are counted together
+        n.step(ended=False)
+        begun.append(len(n.filled))
+        n.now += 4 * copies * BLOCKS + 2 * TWIN_WAIT_SECONDS if copies < 3 else 0
+    for _ in others:  # a step begins one long copy
+        n.step(ended=False)
+    assert (begun, {name for name, _ in n.filled}) == ([1, 2, 3], {"first", *others})
+    n.finish()
+
+
 def test_nobody_waits_for_the_import_of_a_request_that_was_aborted(
     node: Callable[..., Node],
 ) -> None:

@@ -197,7 +197,10 @@ def _speculative(config: Any) -> str:
     if config is None or config.method in _WITHOUT_A_MODEL:
         return "off"
     draft = getattr(config, "draft_model_config", None)
-    parts = [_settings(config), _model_config(draft) if draft is not None else None]
+    parts: list[object] = [_settings(config)]
+    if draft is not None:
+        # Of prompts that are longer it computes nothing.
+        parts += [_model_config(draft), draft.max_model_len]
     return f"{config.method} {config.num_speculative_tokens} {_short(parts)}"
 
 
@@ -261,6 +264,7 @@ _LEFT_OUT = {
         "revision": _ELSEWHERE,
         "draft_model_config": _ELSEWHERE,
         "draft_load_config": _ELSEWHERE,
+        "max_model_len": "what follows from it counts",
         "draft_parallel_config": "its size counts, by another name",
         "target_model_config": _ELSEWHERE,
         "target_parallel_config": _ELSEWHERE,

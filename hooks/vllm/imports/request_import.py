@@ -165,6 +165,7 @@ class RequestImport:
     # Twins
     waits_for: Any = None  # another request's import of the same prefix
     waits_until: float | None = None
+    waits: int = 0  # for how many of them in turn, of which none has ended
     # Lookups
     answer: Answer | None = None
     decision: Decision | None = None

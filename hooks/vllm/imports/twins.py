@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 TWIN_WAIT_SECONDS = 0.1
 """How much longer than PATIENCE times its estimate an import under way is waited for."""
+MOST_WAITS = 2
+"""The first to lose patience imports, and the others wait for that one: if it does not end either,
+copies hang, and each of them would wait longer than the one before."""
 ANY_WAY = tuple(Way)
 LATER: tuple[Way, ...] = ()
 
@@ -45,17 +48,18 @@ class Twins:
         it is to wait for another one's import."""
         twin = self._of(import_, start)
         if twin is None:
-            import_.waits_for = import_.waits_until = None
+            import_.waits_for, import_.waits_until, import_.waits = None, None, 0
             return ANY_WAY
         if twin.way is Way.AT_ONCE:  # arrives with the step
             return (Way.AT_ONCE,) if self._loses_its_turn(import_, twin, start, stop) else LATER
         now, until = self._clock(), import_.waits_until
-        if (
-            until is None or import_.waits_for is not twin
-        ):  # the first to lose patience is waited for
+        if until is None or import_.waits_for is not twin:
+            if import_.waits == MOST_WAITS:
+                return ANY_WAY
             expected = self._running.seconds_left(twin)
             until = now + TWIN_WAIT_SECONDS + PATIENCE * expected
             import_.waits_for, import_.waits_until = twin, until
+            import_.waits += 1
         return LATER if now < until else ANY_WAY
 
     def computes_sooner(self, import_: RequestImport, start: int, stop: int) -> bool:
