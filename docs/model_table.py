@@ -32,6 +32,7 @@ ENGINES = {
     "Qwen3NextForCausalLM": f"{FAMILIES}[qwen3-next]",
     "Lfm2ForCausalLM": f"{FAMILIES}[lfm2]",
     "NemotronHForCausalLM": f"{FAMILIES}[nemotron-h]",
+    "FalconH1ForCausalLM": f"{FAMILIES}[falcon-h1]",
 }
 """Architectures of which two real engines have shared, with the test."""
 SHOWN = {

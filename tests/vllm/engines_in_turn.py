@@ -233,6 +233,14 @@ def picture(seed: int) -> Any:
     return Image.fromarray(colours).resize((336, 336), Image.Resampling.NEAREST)
 
 
+def stop_in_the_next_load() -> None:
+    """Before it copies, as KVSHM_TEST_SYNC_POINT would."""
+    from kvshm._base import syncpoints
+
+    syncpoints._visits = itertools.count(1)
+    syncpoints._arm(syncpoints.parse_trigger("COPY_BEGINS:stop"))
+
+
 def metrics() -> str:
     from prometheus_client import generate_latest
 
@@ -255,6 +263,9 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
                 self._answer("")
             elif self.path == "/wrong":
                 turns.wrong.group, turns.wrong.kind = body["group"], body.get("kind", "")
+                self._answer("")
+            elif self.path == "/stop":
+                stop_in_the_next_load()
                 self._answer("")
             elif self.path == "/drafts":
                 self._answer(json.dumps({"drafts": turns.drafts.take()}))
