@@ -214,11 +214,13 @@ def adapter_of(said: Mapping[str, Any]) -> Any:
 
 
 def prompt_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """``pictures``: seeds of those that take the places of placeholders; ``ids``: what the client
-    calls them."""
+    """``pictures`` and ``sounds``: seeds of those that take the places of placeholders; ``ids``:
+    what the client calls the pictures."""
     prompt: dict[str, Any] = {"prompt_token_ids": body["prompt"]}
     if seeds := body.get("pictures"):
         prompt["multi_modal_data"] = {"image": list(map(picture, seeds))}
+    if seeds := body.get("sounds"):
+        prompt["multi_modal_data"] = {"audio": list(map(sound, seeds))}
     if ids := body.get("ids"):
         prompt["multi_modal_uuids"] = {"image": ids}
     return prompt
@@ -239,6 +241,17 @@ def stop_in_the_next_load() -> None:
 
     syncpoints._visits = itertools.count(1)
     syncpoints._arm(syncpoints.parse_trigger("COPY_BEGINS:stop"))
+
+
+def sound(seed: int) -> Any:
+    """Ten tones, each of half a second, and how many numbers there are of a second."""
+    import numpy as np
+
+    rate = 16_000
+    tones = np.random.default_rng(seed).uniform(100, 4000, 10)
+    times = np.arange(rate // 2) / rate
+    tone = [np.sin(2 * np.pi * each * times) for each in tones]
+    return np.concatenate(tone).astype(np.float32), rate
 
 
 def metrics() -> str:

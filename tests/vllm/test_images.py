@@ -36,6 +36,7 @@ class Shared(NamedTuple):
     a: Engine
     b: Engine
     placeholder: int
+    kind: str = "pictures"
 
     def prompt(self, seed: int, after: int = 0) -> Prompt:
         """Text, an image, text; ``after``: another text behind the image."""
@@ -46,12 +47,12 @@ class Shared(NamedTuple):
     def share(self, prompt: Prompt, picture: int, **options: Any) -> Result:
         """Have ``a`` compute and publish a prompt."""
         with self.node.sharing(self.a, WHOLE // BLOCK_SIZE):
-            return self.a.complete(prompt, pictures=[picture], **options)
+            return self.a.complete(prompt, **{self.kind: [picture]}, **options)
 
     def imports(self, tokens: int, prompt: Prompt, picture: int, **options: Any) -> Result:
         """Have ``b`` import so many tokens of a prompt."""
         with observe(self.node, self.b) as seen:
-            answer = self.b.complete(prompt, pictures=[picture], **options)
+            answer = self.b.complete(prompt, **{self.kind: [picture]}, **options)
         assert (seen.tokens.local_hit, seen.tokens.imported) == (0, tokens)
         assert seen.mismatched == 0
         return answer
@@ -59,7 +60,7 @@ class Shared(NamedTuple):
     def hits(self, tokens: int, prompt: Prompt, picture: int, **options: Any) -> Result:
         """Have ``a`` hit so many tokens of a prompt in its own cache, and nobody else's."""
         with observe(self.node, self.a) as seen:
-            answer = self.a.complete(prompt, pictures=[picture], **ALONE, **options)
+            answer = self.a.complete(prompt, **{self.kind: [picture]}, **ALONE, **options)
         assert (seen.tokens.local_hit, seen.tokens.imported) == (tokens, 0)
         return answer
 
