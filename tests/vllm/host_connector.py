@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
     SimpleCPUOffloadConnector,
 )
@@ -53,3 +55,8 @@ class HostConnector(SimpleCPUOffloadConnector):
             mock.patch.object(torch.cuda, "current_stream"),
         ):
             super().wait_for_save()
+
+
+with suppress(ValueError):  # it is registered
+    KVConnectorFactory.register_connector("HostConnector", __name__, "HostConnector")
+"""A MultiConnector looks up by name whose statistics it has."""

@@ -241,7 +241,8 @@ def test_beside_host_memory_each_is_used_for_what_the_other_lacks(
         assert_imported(seen, family, prompt)
         for engine in (a, b):
             node.reset(engine)
-            node.wait_joined(a, b)
+        node.wait_joined(a, b)
+        for engine in (a, b):
             with observe(node, engine) as seen:
                 assert engine.complete(prompt) == local_hit
             assert (seen.tokens.imported, seen.imported_blocks) == (4 * 384, 0)
