@@ -28,9 +28,15 @@ class Copies:
         self.cache, self.host = cache, host
 
     def launch_copy(
-        self, source: list[int], target: list[int], *, is_store: bool, event_idx: int,
-        events_list: list[Any], wait_event: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        source: list[int],
+        target: list[int],
+        *,
+        is_store: bool,
+        event_idx: int,
+        events_list: list[Any],
+        wait_event: Any = None,
+    ) -> None:
         read, written = (self.cache, self.host) if is_store else (self.host, self.cache)
         for name, blocks in read.items():
             written[name][target] = blocks[source]

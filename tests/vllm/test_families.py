@@ -57,7 +57,7 @@ class Shared(NamedTuple):
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pytest.importorskip("vllm")
-    nowhere, inside = tmp_path_factory.getbasetemp(), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "KVSHM_BESIDE": "1"}
+    nowhere, inside = tmp_path_factory.getbasetemp(), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with SharedNode() as node:
         node.start_coordinator()
         engines = node.start_engines(
@@ -73,7 +73,7 @@ def sharing_pair(servers: Pair, family: Family, model: Path, **more: Any) -> Ite
     node, *engines = servers
     few = {"num_gpu_blocks_override": family.few_blocks}
     arguments = {"model": str(model), **few, **family.arguments, **more}
-    begin = {"arguments": arguments, "environment": dict(family.environment)}
+    begin = {"arguments": arguments, "environment": {**family.environment, "KVSHM_BESIDE": "1"}}
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
     try:
