@@ -60,8 +60,10 @@ MAX_MODEL_LEN = _field(
 )
 SPECULATIVE = _field(
     "speculative",
-    "The layers of a draft model have a part in each block. Drafting without a model "
-    "(ngram, suffix) changes no block and counts as `off`.",
+    "The layers of a draft model have a part in each block: its configuration and how it computes "
+    "count (format of its KV cache, kernels, how many tokens it drafts and reads), not its path, "
+    "nor which drafts are accepted. Drafting without a model (ngram, suffix) changes no block and "
+    "counts as `off`.",
 )
 MULTIMODAL = _field(
     "multimodal",

@@ -182,6 +182,9 @@ class Turns:
             gc.collect()
         self._ended.close()
 
+    def reset(self) -> None:
+        assert self._llm.reset_prefix_cache()
+
     def load(self, adapter: Mapping[str, Any]) -> None:
         """As vLLM's own server loads one: before it is asked for."""
         assert self._llm.llm_engine.add_lora(adapter_of(adapter))
@@ -271,6 +274,9 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
                 self._answer(f"data: {json.dumps(turns.complete(body))}\n\n")
             elif self.path == "/begin":
                 self._answer(json.dumps(turns.begin(**body)))
+            elif self.path == "/reset_prefix_cache":
+                turns.reset()
+                self._answer("")
             elif self.path == "/load":
                 turns.load(body)
                 self._answer("")

@@ -1,14 +1,14 @@
 """Engines beside a connector of vLLM's that keeps blocks in the host's memory.
 
-Schedulers and both connectors are real.  The one rank is played, as the worst that vLLM allows: the
-other connector's copies to the host read blocks as late as they may, and loads write theirs at once.
+Schedulers and both connectors are real.  The one rank is played, as bad as vLLM allows: the other
+connector's copies to the host read blocks as late as they may, and loads write theirs at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
@@ -32,7 +32,7 @@ BYTES = 1 << 20
 class Offloading:
     """The worker of vLLM's OffloadingConnector."""
 
-    connector = {
+    connector: ClassVar[dict[str, Any]] = {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"cpu_bytes_to_use": BYTES},
     }
@@ -63,16 +63,18 @@ class Offloading:
 class WithinSteps(Offloading):
     """Of vLLM 0.33: steps wait for its loads.  0.32 does not know the setting."""
 
-    connector = {
+    connector: ClassVar[dict[str, Any]] = {
         "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": BYTES, "sync_load_budget_bytes": BYTES},
+        "kv_connector_extra_config": dict.fromkeys(
+            ("cpu_bytes_to_use", "sync_load_budget_bytes"), BYTES
+        ),
     }
 
 
 class SimpleOffloading:
     """The worker of vLLM's SimpleCPUOffloadConnector."""
 
-    connector = {
+    connector: ClassVar[dict[str, Any]] = {
         "kv_connector": "SimpleCPUOffloadConnector",
         "kv_connector_extra_config": {"cpu_bytes_to_use": BYTES},
     }
@@ -99,7 +101,7 @@ class SimpleOffloading:
 class Remembering:
     """The connector of a store that remembers blocks, and saves none (store_connector.py)."""
 
-    connector = {
+    connector: ClassVar[dict[str, Any]] = {
         "kv_connector": "StoreConnector",
         "kv_connector_module_path": StoreConnector.__module__,
     }

@@ -72,15 +72,13 @@ def param(family: Family) -> Any:
     return pytest.param(family, id=family.name, marks=marks)
 
 
-@pytest.fixture(scope="module", params=map(param, MADE_ONE_GROUP + SEVERAL_GROUPS))
-def shared(
-    request: pytest.FixtureRequest, servers: Pair, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Shared]:
-    family, (node, *engines) = request.param, servers
-    model = family.write(tmp_path_factory.mktemp("family"))
+@contextmanager
+def sharing_pair(servers: Pair, family: Family, model: Path, **more: Any) -> Iterator[Shared]:
+    """Have the servers make engines of a family, with ``more`` arguments."""
+    node, *engines = servers
     few = {"num_gpu_blocks_override": family.few_blocks}
-    arguments = {"model": str(model), **few, **family.arguments}
-    begin = {"arguments": arguments, "environment": dict(family.environment)}
+    arguments = {"model": str(model), **few, **family.arguments, **more}
+    begin = {"arguments": arguments, "environment": {**family.environment, "KVSHM_BESIDE": "1"}}
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
     try:
@@ -95,6 +93,15 @@ def shared(
         for _ in wait_until("nothing of the engines is left", PATIENCE_S):
             if not node.sockets():
                 break
+
+
+@pytest.fixture(scope="module", params=map(param, MADE_ONE_GROUP + SEVERAL_GROUPS))
+def shared(
+    request: pytest.FixtureRequest, servers: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shared]:
+    model = request.param.write(tmp_path_factory.mktemp("family"))
+    with sharing_pair(servers, request.param, model) as pair:
+        yield pair
 
 
 def assert_imported(seen: Observation, family: Family, *sent: Prompt, local: int = 0) -> None:
@@ -213,3 +220,45 @@ def test_a_right_block_in_a_wrong_place_is_noticed(shared: Shared) -> None:
         assert_imported(seen, family, prompt)
         assert seen.verified == seen.imported_blocks
         assert imported != exporter.complete(prompt)
+
+
+HOST_MEMORY = {
+    "kv_connector": "HostConnector",
+    "kv_connector_module_path": "host_connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+}
+WINDOWS_AND_STATES = [f for f in SEVERAL_GROUPS if f.name in ("gemma3", "qwen3-next")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", WINDOWS_AND_STATES, ids=lambda family: family.name)
+def test_beside_host_memory_each_is_used_for_what_the_other_lacks(
+    servers: Pair, family: Family, tmp_path: Path
+) -> None:
+    """Of what host memory has given back nothing is shown, and what was imported is kept in it."""
+    model = family.write(tmp_path / "model")
+    with sharing_pair(servers, family, model, kv_transfer_config=HOST_MEMORY) as (_, node, a, b):
+        begin, prompt = random_prompt(9701, 2 * 384 + 30), random_prompt(9702, 4 * 384 + 30)
+        with node.sharing(a, 2 * family.published(prompt)):
+            a.complete(begin)
+            a.complete(prompt)
+        local_hit = a.complete(prompt)
+        with observe(node, b) as seen:
+            assert b.complete(prompt) == local_hit
+        assert_imported(seen, family, prompt)
+        for engine in (a, b):
+            node.reset(engine)
+        node.wait_joined(a, b)
+        for engine in (a, b):
+            with observe(node, engine) as seen:
+                assert engine.complete(prompt) == local_hit
+            assert (seen.tokens.imported, seen.imported_blocks) == (4 * 384, 0)
+            assert not node.shown(engine)
+        longer = begin[: 2 * 384] + random_prompt(9703, 384 + 50)
+        with node.sharing(b, family.published(longer)):
+            b.complete(longer)
+        with observe(node, a) as seen:
+            imported = a.complete(longer)
+        assert_imported(seen, family, longer)
+        assert imported == b.complete(longer)

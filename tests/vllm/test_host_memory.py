@@ -74,9 +74,13 @@ def store(e: HostEngine, tokens: list[int]) -> None:
 @BOTH_ORDERS
 @pytest.mark.parametrize("longest", [True, False])
 def test_one_connector_loads_all_groups(
-    host: MakeHost, peer_of: Callable[..., PeerOf], worker: Any, kind: str, ours_first: bool,
+    host: MakeHost,
+    peer_of: Callable[..., PeerOf],
+    worker: Any,
+    kind: str,
+    ours_first: bool,
     longest: bool,
-) -> None:  # fmt: skip
+) -> None:
     """A match in vain leaves no lease, no import and nothing to show.  ``play`` looks for blocks in
     two loads."""
     e = host(worker, kind, ours_first, longest)

@@ -363,6 +363,19 @@ def test_beside_an_offloading_connector_that_vllm_derives_itself(make_config: Ma
         )
         assert theirs["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1 << 30}
         getattr(config, plugin.TOUCHPOINT)()
+    assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_connector_that_cannot_do_with_groups_makes_one_of_all_layers(
+    make_config: MakeConfig,
+) -> None:
+    """As it does alone.  With states vLLM then does not start."""
+    transfer = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both")
+    config = make_config(kv_transfer_config=transfer)
+    assert config.kv_transfer_config is not None
+    assert config.kv_transfer_config.kv_connector == "MultiConnector"
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager
 
 
 @pytest.mark.usefixtures("beside")

@@ -19,6 +19,11 @@ import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import kv_transfer_utils
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -406,6 +411,15 @@ def test_a_multiconnector_loads_from_the_connector_that_it_has_noted() -> None:
         "self.connector.update_state_after_alloc(",
         "if load_kv_async:",
     )
+
+
+def test_an_offloading_connector_ends_its_copies_of_blocks_that_it_knows_to_be_taken() -> None:
+    scheduler = OffloadingConnectorScheduler
+    build = getattr(scheduler, "_build_connector_meta", scheduler.build_connector_meta)
+    noted = "self._current_batch_allocated_block_ids"
+    in_order(build, noted, "self._current_batch_jobs_to_flush.update(", "jobs_to_flush=")
+    in_order(OffloadingConnectorWorker.handle_preemptions, ".jobs_to_flush", "self.worker.wait(")
+    in_order(OffloadingConnector.__init__, "self.connector_scheduler = OffloadingConnectorSched")
 
 
 def test_transfer_configurations_have_these_names() -> None:
