@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from unittest import mock
@@ -264,6 +264,19 @@ def metrics() -> str:
 
 
 def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
+    def wrong(group: int, kind: str = "") -> None:
+        turns.wrong.group, turns.wrong.kind = group, kind
+
+    commands: dict[str, Callable[..., Any]] = {
+        "/begin": turns.begin,
+        "/reset_prefix_cache": turns.reset,
+        "/load": lambda **body: turns.load(body),
+        "/wrong": wrong,
+        "/stop": stop_in_the_next_load,
+        "/drafts": lambda: {"drafts": turns.drafts.take()},
+        "/end": turns.end,
+    }
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._answer(metrics() if self.path == "/metrics" else "")
@@ -272,25 +285,9 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
             if self.path == "/v1/completions":
                 self._answer(f"data: {json.dumps(turns.complete(body))}\n\n")
-            elif self.path == "/begin":
-                self._answer(json.dumps(turns.begin(**body)))
-            elif self.path == "/reset_prefix_cache":
-                turns.reset()
-                self._answer("")
-            elif self.path == "/load":
-                turns.load(body)
-                self._answer("")
-            elif self.path == "/wrong":
-                turns.wrong.group, turns.wrong.kind = body["group"], body.get("kind", "")
-                self._answer("")
-            elif self.path == "/stop":
-                stop_in_the_next_load()
-                self._answer("")
-            elif self.path == "/drafts":
-                self._answer(json.dumps({"drafts": turns.drafts.take()}))
-            else:
-                turns.end()
-                self._answer("")
+                return
+            result = commands[self.path](**body)
+            self._answer("" if result is None else json.dumps(result))
 
         def _answer(self, text: str) -> None:
             self.send_response(200)
