@@ -33,6 +33,7 @@ ENGINES = {
     "Lfm2ForCausalLM": f"{FAMILIES}[lfm2]",
     "NemotronHForCausalLM": f"{FAMILIES}[nemotron-h]",
     "FalconH1ForCausalLM": f"{FAMILIES}[falcon-h1]",
+    "JambaForCausalLM": f"{FAMILIES}[jamba]",
 }
 """Architectures of which two real engines have shared, with the test."""
 SHOWN = {

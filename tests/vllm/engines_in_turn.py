@@ -137,15 +137,6 @@ class Drafts:
         return said
 
 
-def without_prefill_checkpoints() -> None:
-    """Have layers of Mamba 2 save no state within a step, as other layers with a state: vLLM's CPU
-    kernel returns none but the last, and the engine ends with the first long prompt."""
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec  # type: ignore[method-assign]
-
-
 class Turns:
     """The present engine, if there is one."""
 
@@ -298,9 +289,11 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
 
 
 def main(port: str) -> None:
+    import cpu_mamba  # type: ignore[import-not-found]  # beside this script
     import vllm  # noqa: F401 - takes 7 seconds; the first health check waits for it
 
-    without_prefill_checkpoints()
+    cpu_mamba.without_prefill_checkpoints()
+    cpu_mamba.with_mamba_1()
     turns = Turns()
     turns.wrong.install()
     HTTPServer(("127.0.0.1", int(port)), handler(turns)).serve_forever()

@@ -195,6 +195,20 @@ def write_falcon_h1(directory: Path) -> Path:
     )
 
 
+def write_jamba(directory: Path) -> Path:
+    """Mamba 1 in all layers but one, experts in every second."""
+    return _write(
+        directory,
+        "JambaConfig",
+        num_hidden_layers=4,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        num_experts=4,
+        mamba_dt_rank=16,
+        use_mamba_kernels=False,
+    )
+
+
 def write_qwen3_moe(directory: Path, **architecture: Any) -> Path:
     """Six experts in every layer, of which each token takes two."""
     shape = {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2}
@@ -308,6 +322,7 @@ SEVERAL_GROUPS = (
     Family("qwen3-next", write_qwen3_next, ((STATE, 384),) * 3 + ((FULL, 384),)),
     Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE),
     Family("nemotron-h", write_nemotron_h, ((STATE, 256),) * 2 + ((FULL, 256),)),
+    Family("jamba", write_jamba, ((STATE, 128),) * 3 + ONE, nightly=True),
     Family("falcon-h1", write_falcon_h1, ((FULL, 256), (STATE, 256)), nightly=True),
 )
 MADE_ONE_GROUP = (
