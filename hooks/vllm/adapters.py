@@ -207,7 +207,7 @@ class Adapters:
         for request in self._requests.values():
             if request.lora_request.lora_int_id == number:
                 self._change(request)
-        return before is not None and digest is not None
+        return before is not None
 
     def watch(self, executor: Any, ask: Callable[[], Iterable[Loaded | None]]) -> None:
         """Learn what calls of the ranks load and remove.  ``ask``: what each has loaded."""

@@ -146,10 +146,10 @@ def test_a_request_of_another_adapter_goes_on_with_its_import(
 # -- files that have changed: vLLM had dropped the adapter, and reads them again within a step
 
 
-def read_again(e: DrivenEngine) -> dict[str, Any]:
+def read_again(e: DrivenEngine, contents: bytes = b"b") -> dict[str, Any]:
     """The rank loads adapter 1 with other contents; returns what it reports."""
-    e.model_executor.loaded[1] = b"b"
-    return {"adapters": {0: {1: b"b"}}}
+    e.model_executor.loaded[1] = contents
+    return {"adapters": {0: {1: contents}}}
 
 
 @groups
@@ -174,8 +174,9 @@ def test_what_a_step_imported_for_other_contents_gets_into_no_answer(
     n.assert_computed("b")
 
 
+@pytest.mark.parametrize("contents", [b"b", b""], ids=["other ones", "not known"])
 def test_what_another_adapter_had_computed_is_not_hit_for_other_contents_either(
-    engine: Make,
+    engine: Make, contents: bytes
 ) -> None:
     """Two adapters of equal contents hit each other's blocks, which plain vLLM does not."""
     e = engine(enable_lora=True, max_loras=2)
@@ -187,7 +188,7 @@ def test_what_another_adapter_had_computed_is_not_hit_for_other_contents_either(
     request = e.add("r", TOKENS, max_tokens=2, lora_request=ASKED)
     sent = e.schedule()
     assert sent.output.num_scheduled_tokens == {"r": len(TOKENS) - 4 * BLOCK_SIZE}
-    rank.run(sent, **read_again(e))
+    rank.run(sent, **read_again(e, contents))
     assert request.num_output_tokens == 0
     assert e.schedule().output.num_scheduled_tokens == {"r": len(TOKENS)}
 
