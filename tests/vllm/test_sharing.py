@@ -140,13 +140,17 @@ def vllm_says(pair: Pair, name: str) -> list[int]:
 #    instead of the environment variable
 
 
+FEW = 25
+"""Blocks of a small cache, of which vLLM keeps one for itself."""
+
+
 class Later(NamedTuple):
     """Two engines that joined when there was something to find."""
 
     late: Engine
     """Prefills in small chunks."""
     priority: Engine
-    """Schedules by priority, and wants a failed load to fail its request."""
+    """Schedules by priority in a small cache, and wants a failed load to fail its request."""
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +159,19 @@ def later(pair: Pair, model: Path) -> Iterator[Later]:
     transfer = "--kv-transfer-config"
     chunked = (transfer, json.dumps(OFFICIAL), "--max-num-batched-tokens", str(CHUNK))
     failing = json.dumps({**OFFICIAL, "kv_load_failure_policy": "fail"})
-    ordered = (transfer, failing, "--scheduling-policy", "priority")
+    ordered = (
+        transfer,
+        failing,
+        "--scheduling-policy",
+        "priority",
+        *EngineSpec.longest_prompt(2560),
+    )
     off, misspelt = {"KVSHM_ENABLE": ""}, {"KVSHM_ROL": "both"}
     with pair.node.sharing(pair.a, shareable(EARLY)):
         pair.a.complete(EARLY)
     engines = pair.node.start_engines(
         EngineSpec("late", model, 1, arguments=chunked, environment=off),
-        EngineSpec("priority", model, 0, arguments=ordered, environment=off | misspelt),
+        EngineSpec("priority", model, 0, FEW, arguments=ordered, environment=off | misspelt),
     )
     pair.node.wait_joined(pair.a, pair.b, *engines)
     yield Later(*engines)
@@ -181,6 +191,36 @@ def test_an_engine_that_joins_late_finds_what_is_there(pair: Pair, late: Engine)
         imported = late.complete(EARLY)
     seen.assert_imported(shareable(EARLY))
     assert imported == pair.a.complete(EARLY)
+
+
+def test_what_a_preempted_request_has_imported_and_computed_is_shared(
+    pair: Pair, later: Later
+) -> None:
+    """It has five blocks, and the other one's answer would need the last of twenty."""
+    engine = later.priority
+    low, other = random_prompt(311, 4 * BLOCK_SIZE - 20), random_prompt(312, 19 * BLOCK_SIZE - 6)
+    with pair.node.sharing(pair.a, shareable(low)):
+        local = pair.a.complete(low)
+    before = engine.metrics()
+
+    def grown(name: str) -> float:
+        return sum(v - before.get(k, 0) for k, v in engine.metrics().items() if k.startswith(name))
+
+    with observe(pair.node, engine) as seen, ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(engine.complete, low, max_tokens=120, priority=1)
+        for _ in wait_until("it has its fifth block", PATIENCE_S):
+            if grown("vllm:generation_tokens_total") > 21:
+                break
+        engine.complete(other, max_tokens=20)
+        resumed = begun.result()
+    assert grown("vllm:num_preemptions_total") > 0
+    assert seen.imported_blocks >= shareable(low)
+    assert resumed.tokens[0] == local.tokens[0]  # those behind it may be computed in other batches
+    whole = (*low, *resumed.tokens)
+    with observe(pair.node, pair.b) as seen:
+        imported = pair.b.complete(whole)
+    seen.assert_imported(shareable(whole))  # the last block is nowhere else
+    assert imported == engine.complete(whole)
 
 
 def test_priority_scheduling_shares_and_the_policy_is_overridden(pair: Pair, later: Later) -> None:
