@@ -232,10 +232,14 @@ class Adapters:
         kwargs: dict[str, Any],
     ) -> None:
         try:
+            given = kwargs["args"] if "args" in kwargs else args[1]
             if method == REMOVING:
-                self.forget(kwargs["args"] if "args" in kwargs else args[1])
-            else:
-                for loaded in ask():
-                    self.learn(loaded or {})
+                self.forget(given)
+                return
+            # What a step under way has loaded besides comes with its output, and counts for that.
+            called = {adapter.lora_int_id for adapter in given}
+            for loaded in ask():
+                for rank, digests in (loaded or {}).items():
+                    self.learn({rank: {n: digests[n] for n in called & digests.keys()}})
         except Exception:  # any: nothing is known of any adapter
             self.forget(self._digests)

@@ -174,6 +174,19 @@ def test_what_a_step_imported_for_other_contents_gets_into_no_answer(
     n.assert_computed("b")
 
 
+def test_a_call_for_another_adapter_hides_no_change_that_a_step_under_way_has_found(
+    importing: Callable[..., Importing],
+) -> None:
+    """The ranks' answer to the call tells of both."""
+    n = importing(asynchronous=True)
+    sent, order = n.begin()
+    report = read_again(n.e)
+    load(n.e, 2, "x")
+    n.rank.run(sent, LoadReport(order.load_id, ()), **report)
+    assert n.request.num_output_tokens == 0
+    n.assert_computed("b")
+
+
 @pytest.mark.parametrize("contents", [b"b", b""], ids=["other ones", "not known"])
 def test_what_another_adapter_had_computed_is_not_hit_for_other_contents_either(
     engine: Make, contents: bytes
