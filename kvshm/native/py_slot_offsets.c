@@ -72,13 +72,18 @@ static int must_look(const walk *w, PyObject *tracked, PyObject *request, long l
         begin = begin < known - 1 ? begin : known - 1;
     }
     *first = begin >= 0 ? begin / w->size : -1; /* before the table: marks_write refuses it */
-    bool look = *first < number_of(kvshm_get(w->places, tracked, KVSHM_COMPLETE)) ||
-                number_of(kvshm_get(w->places, tracked, KVSHM_EPOCHS)) != w->epochs ||
-                number_of(kvshm_get(w->places, tracked, KVSHM_PREEMPTIONS)) !=
+    long long complete = number_of(kvshm_get(w->places, tracked, KVSHM_COMPLETE));
+    bool same = number_of(kvshm_get(w->places, tracked, KVSHM_EPOCHS)) == w->epochs &&
+                number_of(kvshm_get(w->places, tracked, KVSHM_PREEMPTIONS)) ==
                     number_of(PyObject_GetAttr(request, w->names[KVSHM_REQUEST_PREEMPTIONS]));
+    bool look = !same || *first < complete;
+    if (w->drafts && same && *first > complete) {
+        *first = complete; /* drafts complete no block: one that was accepted has ended this one */
+        look = true;
+    }
     if (!look && *end / w->size > *first) {
         look = true;
-        if (w->drafts) { /* drafts complete no block */
+        if (w->drafts) {
             known += number_of(PyObject_GetAttr(request, w->names[KVSHM_PLACEHOLDERS]));
             look = (*end < known ? *end : known) / w->size > *first;
         }

@@ -86,6 +86,10 @@ class Rank:
     added: int = 0
     seen: Counter[int] = field(default_factory=Counter)
     preempted: int = 0
+    accepted: float = 0.6
+    """How likely a draft is accepted."""
+    says: list[int] = field(default_factory=list)
+    """The next tokens; random ones follow."""
 
     def __post_init__(self) -> None:
         self.groups = self.e.connector._scheduler.importer.lookups.groups.all
@@ -262,12 +266,12 @@ class Rank:
     def sample(self, account: Account, part: Part, drafts: list[int]) -> list[int]:
         accepted: list[int] = []
         for draft in drafts:
-            if draft == GARBAGE or self.rnd.random() > 0.6:
+            if draft == GARBAGE or self.rnd.random() > self.accepted:
                 break
             accepted.append(draft)
         account.computed += part.count - part.num_drafts + len(accepted)
         account.accepted = 1 + len(accepted)
-        sampled = [*accepted, self.rnd.randint(1, 3)]
+        sampled = [*accepted, self.says.pop(0) if self.says else self.rnd.randint(1, 3)]
         account.tokens += sampled
         account.drafts = [self.rnd.randint(1, 3) for _ in range(NUM_DRAFTS if self.drafts else 0)]
         return list(sampled)
@@ -389,3 +393,53 @@ def test_a_block_that_ended_with_drafts_is_not_shown_if_its_request_is_preempted
     rank = Rank(e, random.Random(42), True, True)
     work(rank, True, sessions=False)
     assert rank.preempted
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("accepted", [0.6, 1.0])
+def test_blocks_that_end_with_accepted_drafts_are_shown(
+    engine: Make, asynchronous: bool, accepted: float
+) -> None:
+    """All that the own cache has, as a later prompt hits it: no step but the one behind it knows
+    that such a block is complete."""
+    e = engine(asynchronous, num_blocks=64, speculative_config=SPECULATION)
+    rank = Rank(e, random.Random(1), True, False, accepted=accepted)
+    request = e.add("r", prompt(3), max_tokens=300)
+    while not request.is_finished() or rank.steps:
+        if request.is_finished() or len(rank.steps) > asynchronous:
+            rank.run()
+        else:
+            rank.schedule()
+        rank.note(request)
+        rank.check()
+    for _ in range(3):
+        rank.schedule()
+        rank.run()
+    pool = e.scheduler.kv_cache_manager.block_pool
+    cached = {block.block_id for block in pool.blocks if block.block_hash}
+    assert len(cached) > 300 // BLOCK_SIZE
+    assert rank.readable() == cached
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_states_of_a_session_hold_no_token_that_was_dropped(
+    engine: Make, asynchronous: bool
+) -> None:
+    """The step behind a stop token is under way: it changes the state by that token, which vLLM
+    drops from the session."""
+    e = engine(asynchronous, num_blocks=40, specs=[full(), states()])
+    rank = Rank(e, random.Random(1), False, False)
+    session = e.add("s", prompt(3), max_tokens=60, resumable=True)
+    session.sampling_params.stop_token_ids = [STOP]
+    rank.note(session)
+    rank.says = [1, 1, 1, STOP, *[3] * 90]
+    for number in range(60):
+        if number == 12:
+            e.continue_session("s", [1] * 30, max_tokens=20)
+            rank.note(e.scheduler.requests["s"])
+        rank.schedule()
+        if len(rank.steps) > asynchronous:
+            rank.run()
+        rank.check()
+    assert session.num_output_tokens == 20
+    assert rank.seen[1]

@@ -172,9 +172,12 @@ class BlockTracker:
         request = tracked.request
         if tracked.epochs != self._epochs or tracked.preemptions != request.num_preemptions:
             self._start(number, tracked)
-        # In a streaming-input session vLLM drops accepted drafts after a stop token and goes on:
-        # the KV of these drafts stays, under the hash of the next input.
-        if self._drafts and request.num_prompt_tokens > tracked.prompt:
+        # In a streaming-input session vLLM drops what a step has computed behind a stop token and
+        # goes on: accepted drafts stay in the KV, and the stop token in a state, under the hash of
+        # the next input.
+        if request.num_prompt_tokens > tracked.prompt and (
+            self._drafts or any(group.state for group, _ in self._tables)
+        ):
             tracked.sound = False
         # With asynchronous scheduling the last token's value is not known yet.
         known = min(end, request.num_tokens + request.num_output_placeholders)
