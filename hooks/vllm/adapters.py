@@ -175,12 +175,13 @@ class Adapters:
 
     def learn(self, loaded: Loaded) -> list[Any]:
         """Take what ranks have loaded; returns the requests that were hashed by the contents of an
-        adapter that has other ones now."""
+        adapter that has other ones now: its own, and those of others with equal contents."""
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
         numbers = {number for digests in loaded.values() for number in digests}
-        changed = [number for number in numbers if self._settle(number)]
-        return [r for r in self._requests.values() if r.lora_request.lora_int_id in changed]
+        requests = [(r, r._block_hasher) for r in self._requests.values()]
+        before = {self._settle(number) for number in numbers} - {None}
+        return [r for r, hasher in requests if getattr(hasher, "digest", None) in before]
 
     def disown(self) -> None:
         """Have no request keep a key under which it has computed blocks."""
@@ -194,20 +195,20 @@ class Adapters:
                 digests.pop(number, None)
             self._settle(number)
 
-    def _settle(self, number: int) -> bool:
-        """Returns whether an adapter had other contents before."""
+    def _settle(self, number: int) -> bytes | None:
+        """Returns the digest of the contents that an adapter had before, if it has other ones."""
         parts = [self._loaded[rank].get(number) for rank in sorted(self._loaded)]
         known = len(parts) == self._num_ranks and all(parts)
         digest = digest_of([self._kernels, parts]) if known else None
         if digest == self._digests.get(number):
-            return False
+            return None
         before = self._digests.pop(number, None)
         if digest is not None:
             self._digests[number] = digest
         for request in self._requests.values():
             if request.lora_request.lora_int_id == number:
                 self._change(request)
-        return before is not None
+        return before
 
     def watch(self, executor: Any, ask: Callable[[], Iterable[Loaded | None]]) -> None:
         """Learn what calls of the ranks load and remove.  ``ask``: what each has loaded."""

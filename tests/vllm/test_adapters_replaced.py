@@ -187,6 +187,24 @@ def test_a_call_for_another_adapter_hides_no_change_that_a_step_under_way_has_fo
     n.assert_computed("b")
 
 
+def test_blocks_of_other_contents_are_hit_for_no_adapter_that_had_equal_ones(
+    engine: Make,
+) -> None:
+    """They are hit in the step behind the one that has read them, before anybody knows."""
+    e = engine(True, enable_lora=True, max_loras=2)
+    load(e, 1, "a")
+    load(e, 2, "a")
+    rank = Played(e)
+    e.add("one", TOKENS, max_tokens=4, lora_request=ASKED)
+    first = e.schedule()
+    other = e.add("other", TOKENS, max_tokens=4, lora_request=LoRARequest("name 2", 2, "else"))
+    second = e.schedule()
+    assert second.output.num_scheduled_tokens["other"] < len(TOKENS)
+    rank.run(first, **read_again(e))
+    rank.run(second)
+    assert other.num_output_tokens == 0
+
+
 @pytest.mark.parametrize("contents", [b"b", b""], ids=["other ones", "not known"])
 def test_what_another_adapter_had_computed_is_not_hit_for_other_contents_either(
     engine: Make, contents: bytes
