@@ -35,8 +35,10 @@ class AdapterDigests:
         self, rank: int, loaded: Callable[[Loaded], None], changed: Callable[[], None]
     ) -> None:
         """``loaded``: called with an adapter that was loaded, before it is used; ``changed``:
-        before that, if it took the place of another one and no call has announced that."""
+        before that, if a step found other contents than were loaded before: no call has announced
+        that."""
         self._rank, self._loaded, self._changed = rank, loaded, changed
+        self._in_step = False
         self._known: dict[int, bytes] = {}
         """All that was ever loaded: vLLM may drop an adapter, and load its files again."""
         self._listed: Callable[[], Collection[int]] = frozenset
@@ -53,8 +55,16 @@ class AdapterDigests:
             self._take(lora_request, adapter)
             return adapter
 
+        @wraps(apply := manager._apply_adapters)
+        def apply_adapters(requests: Any) -> Any:
+            self._in_step = True
+            try:
+                return apply(requests)
+            finally:
+                self._in_step = False
+
         load_adapter.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
-        manager._load_adapter = load_adapter
+        manager._load_adapter, manager._apply_adapters = load_adapter, apply_adapters
         self._listed = manager.list_adapters
 
     def _take(self, lora_request: Any, adapter: Any) -> None:
@@ -64,7 +74,7 @@ class AdapterDigests:
         except Exception:  # any: its requests are not shared
             digest = b""
         before, self._known[number] = self._known.get(number, digest), digest
-        if digest != before and not lora_request.load_inplace:
+        if digest != before and self._in_step:
             self._changed()
         self._loaded({self._rank: {number: digest}})
 
@@ -173,14 +183,16 @@ class Adapters:
 
     # -- what the ranks have loaded
 
-    def learn(self, loaded: Loaded) -> list[Any]:
-        """Take what ranks have loaded; returns the requests that were hashed by the contents of an
-        adapter that has other ones now: its own, and those of others with equal contents."""
+    def learn(self, loaded: Loaded) -> list[Any] | None:
+        """Take what ranks have loaded.  If an adapter has other contents now, returns the requests
+        that were hashed by those before: its own, and those of others with equal contents."""
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
         numbers = {number for digests in loaded.values() for number in digests}
         requests = [(r, r._block_hasher) for r in self._requests.values()]
         before = {self._settle(number) for number in numbers} - {None}
+        if not before:
+            return None
         return [r for r, hasher in requests if getattr(hasher, "digest", None) in before]
 
     def disown(self) -> None:

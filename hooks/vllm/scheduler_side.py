@@ -392,7 +392,7 @@ class SchedulerSide:
         announced, steps have computed with these under the old ones' keys, on top of blocks that
         were hit or imported by these: vLLM computes it all again."""
         adapters, vllm = self.importer.contents.adapters, self._vllm
-        if adapters is None or vllm is None or not (changed := adapters.learn(loaded)):
+        if adapters is None or vllm is None or (changed := adapters.learn(loaded)) is None:
             return
         vllm.drop_hashes()
         for request in changed:

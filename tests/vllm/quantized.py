@@ -44,8 +44,10 @@ SHAPE = {
 }  # fmt: skip
 
 
-def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+def compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, **more}
     return {
         "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
         "quantization_status": "compressed", "config_groups": {"group_0": group},
@@ -65,6 +67,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "float-quantized", scheme(8, "float", "channel"), scheme(8, "float", "token", dynamic=True)
     ),
     "w4a16": compressed("pack-quantized", scheme(4, "int", "group", group_size=GROUP), None),
+    "wNa8o8": compressed(
+        "pack-quantized",
+        scheme(4, "int", "group", group_size=GROUP),
+        scheme(8, "int", "tensor"),
+        output_activations=scheme(8, "int", "tensor"),
+    ),
     "gptq": {
         "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
     },
@@ -101,7 +109,9 @@ def of_linear(kind: str, name: str, out: int, width: int) -> Iterator[tuple[str,
         )
         yield f"{name}.weight", drawn
         yield f"{name}.weight_scale", torch.rand(out, 1).to(bf16) * 0.01 + 0.001
-    elif kind == "w4a16":
+    elif kind in ("w4a16", "wNa8o8"):
+        for scale in ("input_scale", "output_scale") if kind == "wNa8o8" else ():
+            yield f"{name}.{scale}", torch.tensor([0.03])
         yield f"{name}.weight_packed", words(out, width // 8)
         yield f"{name}.weight_scale", torch.rand(out, width // GROUP).to(bf16) * 0.01 + 0.001
         yield f"{name}.weight_shape", torch.tensor([out, width])
@@ -166,6 +176,7 @@ CHANGES = {
     "int8": ("mlp.down_proj.weight_scale", "mlp.down_proj.weight"),
     "fp8": ("mlp.down_proj.weight_scale", "mlp.down_proj.weight"),
     "w4a16": ("mlp.down_proj.weight_scale", "mlp.down_proj.weight_packed"),
+    "wNa8o8": ("mlp.down_proj.input_scale", "mlp.down_proj.output_scale"),
     "gptq": ("mlp.down_proj.scales", "mlp.down_proj.qweight"),
     "awq": ("mlp.down_proj.scales", "mlp.down_proj.qweight"),
     "fp8 cache": ("self_attn.v_scale", "mlp.down_proj.weight"),

@@ -48,6 +48,10 @@ class Manager:
             asked.lora_path, set(SHAPES), helper, lora_model_id=asked.lora_int_id, device="cpu"
         )
 
+    def _apply_adapters(self, requests: set[LoRARequest]) -> None:
+        for asked in requests:
+            self._load_adapter(asked)
+
 
 class Rank:
     """What a rank says of the adapters that it loads."""
@@ -58,9 +62,12 @@ class Rank:
         self.digests = AdapterDigests(3, self.said.append, lambda: self.said.append("changed"))
         self.digests.watch(self.manager)
 
-    def load(self, path: Path, number: int = 1, in_place: bool = False) -> bytes:
-        asked = LoRARequest("name", number, str(path), load_inplace=in_place)
-        assert isinstance(self.manager._load_adapter(asked), LoRAModel)
+    def load(self, path: Path, number: int = 1, in_step: bool = False) -> bytes:
+        asked = LoRARequest("name", number, str(path))
+        if in_step:
+            self.manager._apply_adapters({asked})
+        else:
+            assert isinstance(self.manager._load_adapter(asked), LoRAModel)
         return self.said[-1][3][number]
 
 
@@ -84,13 +91,13 @@ def test_another_adapter_that_no_call_has_announced_ends_the_epoch_before_it_is_
     tmp_path: Path,
 ) -> None:
     rank, path = Rank(), write_adapter(tmp_path, 1)
-    rank.load(path)
-    rank.load(path)
+    rank.load(path, in_step=True)
+    rank.load(path, in_step=True)
     write_adapter(tmp_path, 2)
-    rank.load(path, in_place=True)
+    rank.load(path)
     assert "changed" not in rank.said
     write_adapter(tmp_path, 3)
-    rank.load(path)
+    rank.load(path, in_step=True)
     assert rank.said[-2:] == ["changed", {3: rank.digests.known()[3]}]
 
 

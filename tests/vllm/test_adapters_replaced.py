@@ -205,6 +205,21 @@ def test_blocks_of_other_contents_are_hit_for_no_adapter_that_had_equal_ones(
     assert other.num_output_tokens == 0
 
 
+def test_blocks_of_other_contents_are_not_hit_if_their_request_has_ended_by_then(
+    engine: Make,
+) -> None:
+    e = engine(True, enable_lora=True, max_loras=2)
+    load(e, 1, "a")
+    rank = Played(e)
+    e.add("one", TOKENS, max_tokens=4, lora_request=ASKED)
+    sent = e.schedule()
+    e.scheduler.finish_requests("one", RequestStatus.FINISHED_ABORTED)
+    rank.run(sent, **read_again(e))
+    load(e, 2, "a")
+    e.add("other", TOKENS, max_tokens=4, lora_request=LoRARequest("name 2", 2, "else"))
+    assert e.schedule().output.num_scheduled_tokens == {"other": len(TOKENS)}
+
+
 @pytest.mark.parametrize("contents", [b"b", b""], ids=["other ones", "not known"])
 def test_what_another_adapter_had_computed_is_not_hit_for_other_contents_either(
     engine: Make, contents: bytes

@@ -21,7 +21,7 @@ from kvshm.hooks.vllm.identity.experts import NO_EXPERTS
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("fp8", "w4a16", "gptq", "awq", "fp8 cache", "mxfp4")
+KINDS = ("fp8", "w4a16", "wNa8o8", "gptq", "awq", "fp8 cache", "mxfp4")
 
 
 def said_by(*commands: list[str]) -> list[Any]:

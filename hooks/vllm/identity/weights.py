@@ -81,14 +81,17 @@ def weights_digest(
 ) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers but those of a mixture's
     experts (experts.py), with names, shapes and types, of the weights that vLLM's CPU kernels have
-    packed away, of the modules' classes and floats, and of the names of the experts' kernels.
+    packed away, of scales that a method of quantization keeps, of the modules' classes and floats,
+    and of the names of the experts' kernels.
     ``digests`` gets one of every tensor.  ``dtype``: in which the model computes; buffers that it
     converts in its first run have equal digests before and after.
 
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Equal weights on
     equal hardware have equal digests.  Raises WeightsUnknown.
     """
-    tensors = chain(_tensors(model, dtype), _packed_tensors(model))
+    kept = ((place.name, place.value) for place in _kept_by_methods(model))
+    held = ((name, value.detach()) for name, value in kept if isinstance(value, torch.Tensor))
+    tensors = chain(_tensors(model, dtype), _packed_tensors(model), held)
     named = [((*chosen, "experts"), torch.empty(0)) for chosen in kernels(model)]
     return digest_tensors(chain(model_modules(model), named, tensors), digests)
 
@@ -115,15 +118,28 @@ def _converts(module: torch.nn.Module, key: str) -> bool:
 
 
 def weight_places(model: torch.nn.Module) -> Iterator[Place]:
-    """Yield where the model keeps its weights: parameters, buffers and, where a CPU kernel has
-    packed a weight away, the function that multiplies by it and the packed tensors that it holds.
-    oneDNN's cannot be reached, nor written: new weights are a new function."""
+    """Yield where the model keeps its weights: parameters, buffers, what methods of quantization
+    hold and, where a CPU kernel has packed a weight away, the function that multiplies by it and
+    the packed tensors that it holds.  oneDNN's cannot be reached, nor written: new weights are a
+    new function."""
     yield from model_places(model, _converts)
+    yield from _kept_by_methods(model)
     for name, module in sorted(model.named_modules()):
         if (multiply := module.__dict__.get("cpu_linear")) is not None:
             yield Place(f"{name}.weight", module.__dict__, "cpu_linear", multiply)
             for cell in getattr(multiply, "__closure__", None) or ():
                 yield Place(f"{name}.weight", None, "", cell.cell_contents)
+
+
+def _kept_by_methods(model: torch.nn.Module) -> Iterator[Place]:
+    """Yield where the layers' methods of quantization keep tensors themselves: vLLM's wNa8o8 takes
+    the scales of activations off the layer."""
+    for name, module in sorted(model.named_modules()):
+        for method in ("quant_method", "scheme"):
+            held = getattr(getattr(module, method, None), "__dict__", {})
+            for key, value in sorted(held.items()):
+                if isinstance(value, torch.Tensor):
+                    yield Place(f"{name}.{method}.{key}", held, key, value)
 
 
 def _packed_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
