@@ -112,7 +112,8 @@ touching = _native.marks_step
 ``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (no block of its tables has a
 mark behind this number of hashes), ``epochs`` and ``preemptions`` (for which that was found).
 ``scheduled``: tokens by request, of which ``drafts`` may be rejected later.  Returns the
-objects, each with the first hash whose block is written and the token before which it ends."""
+objects, each with the first hash whose block is written, or was ended by a draft that is accepted
+now, and the token before which the step ends."""
 
 
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:

@@ -58,8 +58,8 @@ typedef struct {
 } walk;
 
 /* Whether the step writes a block that may have a mark, completes a block, or may have another
- * table than before: 1, 0, or -1 with an exception.  Sets the first block that the step writes, and
- * the token before which the step ends. */
+ * table than before: 1, 0, or -1 with an exception.  Sets the first block that the step writes, or
+ * that an accepted draft has ended, and the token before which the step ends. */
 static int must_look(const walk *w, PyObject *tracked, PyObject *request, long long count,
                      long long *first, long long *end)
 {

@@ -12,7 +12,8 @@ def without_prefill_checkpoints() -> None:
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec  # type: ignore[method-assign]
+    layer: Any = MambaMixer2
+    layer.get_kv_cache_spec = MambaBase.get_kv_cache_spec
 
 
 def with_mamba_1() -> None:

@@ -289,7 +289,7 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
 
 
 def main(port: str) -> None:
-    import cpu_mamba  # type: ignore[import-not-found]  # beside this script
+    import cpu_mamba  # beside this script
     import vllm  # noqa: F401 - takes 7 seconds; the first health check waits for it
 
     cpu_mamba.without_prefill_checkpoints()

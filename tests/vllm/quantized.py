@@ -219,7 +219,8 @@ def begin(store: str, rank: int, ranks: int) -> None:
     os.environ["VLLM_DIST_IDENT"] = sha256(store.encode()).hexdigest()[:16]
     _set_torch_accelerator_to_noop()  # as vLLM's runner for CPUs does
     # vLLM multiplies by MXFP4 only with AMX; what it makes of the weights it can make without.
-    CPUExpertsMxfp4._supports_current_device = staticmethod(lambda: True)  # type: ignore[method-assign]
+    experts: Any = CPUExpertsMxfp4
+    experts._supports_current_device = staticmethod(lambda: True)
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(ranks, rank, f"file://{store}", rank, "gloo")
         parallel_state.initialize_model_parallel(ranks, 1)

@@ -63,7 +63,7 @@ class Rank:
         self.digests.watch(self.manager)
 
     def load(self, path: Path, number: int = 1, in_step: bool = False) -> bytes:
-        asked = LoRARequest("name", number, str(path))
+        asked = LoRARequest("name", number, str(path), load_inplace=True)
         if in_step:
             self.manager._apply_adapters({asked})
         else:
@@ -115,13 +115,15 @@ def test_the_loads_of_an_engine_are_watched_once() -> None:
 
 
 def test_adapters_are_loaded_by_one_method_and_known_by_number() -> None:
-    """vLLM's manager, over slots that are played."""
+    """vLLM's manager, over slots that are played.  A step loads what its requests need by
+    ``_apply_adapters``, a call does not."""
     slots, read = set[int](), list[str]()
     manager = object.__new__(LRUCacheWorkerLoRAManager)
     manager._adapter_manager = MagicMock(
         list_adapters=lambda: slots,
         add_adapter=lambda adapter: slots.add(adapter.id),
         capacity=9,
+        lora_slots=9,
         __len__=lambda _: len(slots),
     )
     manager._load_adapter = lambda asked: (  # type: ignore[method-assign]
@@ -135,6 +137,11 @@ def test_adapters_are_loaded_by_one_method_and_known_by_number() -> None:
     ):
         manager.add_adapter(LoRARequest("name", number, path, load_inplace=in_place))
     assert read == ["a", "c", "d"]
+    manager.set_active_adapters({LoRARequest("name", 3, "e")}, None)
+    applied: list[Any] = []
+    manager._apply_adapters = applied.append  # type: ignore[method-assign]  # vLLM's own calls it
+    manager.set_active_adapters({LoRARequest("name", 4, "f")}, None)
+    assert (read[3:], len(applied)) == (["e"], 1)
 
 
 # -- what the scheduler knows

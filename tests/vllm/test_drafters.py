@@ -127,6 +127,7 @@ def test_an_import_is_drafted_for_and_answered_as_a_local_hit(shared: Shared) ->
 
 def test_what_was_decoded_with_drafts_is_shared(shared: Shared) -> None:
     """Of drafts that were refused nothing stays."""
+    # Engines are made once for all tests of a drafter; the other drafters have this one, too.
     if any(kind == WINDOW for kind, _ in shared.drafter.family.groups):
         pytest.skip("nothing to import: vLLM keeps no window in the middle of an answer")
     prompt = random_prompt(9710, 2 * BLOCK_SIZE + 100)
@@ -137,6 +138,7 @@ def test_what_was_decoded_with_drafts_is_shared(shared: Shared) -> None:
 
 def test_a_wrong_block_of_the_drafters_layers_is_noticed(shared: Shared) -> None:
     """By what is drafted, not by the answer."""
+    # As above; this drafter is here for what its drafts do to blocks.
     if not shared.drafter.has_layers:
         pytest.skip("this drafter has no layers whose blocks could be wrong")
     prompt = random_prompt(9720, 700)

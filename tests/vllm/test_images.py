@@ -4,8 +4,10 @@ lie in different folders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,7 +38,7 @@ class Shared(NamedTuple):
     a: Engine
     b: Engine
     placeholder: int
-    kind: str = "pictures"
+    kind: str
 
     def prompt(self, seed: int, after: int = 0) -> Prompt:
         """Text, an image, text; ``after``: another text behind the image."""
@@ -65,14 +67,14 @@ class Shared(NamedTuple):
         return answer
 
 
-@pytest.fixture(scope="module")
-def shared(servers: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+@contextmanager
+def sharing(servers: Pair, models: Sequence[Path], kind: str) -> Iterator[Shared]:
+    """Have the servers make an engine each, of these models that get items of one ``kind``."""
     from transformers import AutoTokenizer
 
     node, *engines = servers
-    models = [write_vision(tmp_path_factory.mktemp(name)) for name in ("one", "other")]
 
-    def begin(engine: Engine, model: Any) -> dict[str, Any]:
+    def begin(engine: Engine, model: Path) -> dict[str, Any]:
         arguments = {"model": str(model), "num_gpu_blocks_override": 128}
         return tell(engine, "/begin", arguments=arguments, environment={})
 
@@ -81,9 +83,16 @@ def shared(servers: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert all(cache["shares"] for cache in made)
     node.wait_joined(*engines)
     tokenizer = AutoTokenizer.from_pretrained(models[0])
-    yield Shared(*servers, image_token(len(tokenizer)))
+    yield Shared(*servers, image_token(len(tokenizer)), kind)
     for engine in engines:
         tell(engine, "/end")
+
+
+@pytest.fixture(scope="module")
+def shared(servers: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    models = [write_vision(tmp_path_factory.mktemp(name)) for name in ("one", "other")]
+    with sharing(servers, models, "pictures") as pair:
+        yield pair
 
 
 def test_an_equal_image_is_imported_bit_for_bit(shared: Shared) -> None:

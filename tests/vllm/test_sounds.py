@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from .conftest import Pair
-from .test_families import servers, tell, wrong
-from .test_images import AFTER, BEFORE, BEFORE_IMAGE, WHOLE, Shared
-from .vision import SOUND_TOKENS, image_token, write_hearing
+from .test_families import servers, wrong
+from .test_images import AFTER, BEFORE, BEFORE_IMAGE, WHOLE, Shared, sharing
+from .vision import SOUND_TOKENS, write_hearing
 
 __all__ = ["servers"]
 
@@ -22,20 +20,9 @@ assert (BEFORE + SOUND_TOKENS + AFTER - 1) // 128 * 128 == WHOLE, "it is as long
 
 @pytest.fixture(scope="module")
 def shared(servers: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    from transformers import AutoTokenizer
-
-    node, *engines = servers
     model = write_hearing(tmp_path_factory.mktemp("hearing"))
-    given: dict[str, Any] = {"model": str(model), "num_gpu_blocks_override": 128}
-    with ThreadPoolExecutor() as pool:
-        begin = {"arguments": given, "environment": {}}
-        made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
-    assert all(cache["shares"] for cache in made)
-    node.wait_joined(*engines)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    yield Shared(*servers, image_token(len(tokenizer)), "sounds")
-    for engine in engines:
-        tell(engine, "/end")
+    with sharing(servers, [model, model], "sounds") as pair:
+        yield pair
 
 
 def test_an_equal_sound_is_imported_bit_for_bit_and_another_one_never(shared: Shared) -> None:

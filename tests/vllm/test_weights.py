@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from kvshm.hooks import weights
 from kvshm.hooks.vllm.identity import weights as weights_module
-from kvshm.hooks.vllm.identity.weights import weights_digest
+from kvshm.hooks.vllm.identity.weights import weight_places, weights_digest
 from kvshm.hooks.weights import WeightsUnknown
 
 MODEL = """
@@ -223,6 +224,20 @@ def test_a_weight_that_a_kernel_keeps_for_itself_is_unknown_on_any_device(left: 
     model = torch.nn.ModuleDict({"up": LinearBase(packed=torch.rand(64, 16), scale=SCALES, **left)})
     with pytest.raises(WeightsUnknown, match=r"vLLM keeps up\.weight where it cannot be read"):
         list(weights_module._packed_layers(model))
+
+
+@pytest.mark.parametrize("method", ["quant_method", "scheme"])
+def test_a_scale_that_a_method_of_quantization_keeps_counts_and_is_watched(method: str) -> None:
+    model, held = torch.nn.Linear(8, 8), SimpleNamespace(_input_scale=torch.tensor([0.5]))
+    plain = weights_digest(model)
+    setattr(model, method, held)
+    with_scale = weights_digest(model)
+    (place,) = [each for each in weight_places(model) if each.value is held._input_scale]
+    assert (place.holder, place.key) == (vars(held), "_input_scale")
+    held._input_scale = torch.tensor([[0.5]])
+    reshaped = weights_digest(model)
+    held._input_scale = torch.tensor([0.25])
+    assert len({plain, with_scale, reshaped, weights_digest(model)}) == 4
 
 
 def test_what_a_quantized_layer_has_no_use_for_may_be_empty() -> None:

@@ -17,6 +17,32 @@ IMAGE_TOKENS = PATCHES**2
 IMAGE_TOKEN = SPECIAL_TOKENS[1]
 
 
+def _text(vocab_size: int) -> dict[str, Any]:
+    """The part that reads and answers."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": vocab_size - len(SPECIAL_TOKENS),
+    }
+
+
+def _draw(model: Any) -> None:
+    """Random weights; an answer must depend on what was seen or heard."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            scale = 0.05 if "language_model" in name else 0.2
+            weight.copy_(torch.randn_like(weight) * scale + (weight.ndim == 1))
+
+
 def write_vision(directory: Path) -> Path:
     """Write the model, its tokenizer and its processor; returns ``directory``."""
     import torch
@@ -27,18 +53,9 @@ def write_vision(directory: Path) -> Path:
     _write_processor(directory)
     torch.manual_seed(0)
     text = {
-        "vocab_size": vocab_size,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **_text(vocab_size),
         "head_dim": 64,
-        "max_position_embeddings": MAX_MODEL_LEN,
         "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": vocab_size - len(SPECIAL_TOKENS),
     }
     vision = {
         "hidden_size": 64,
@@ -55,10 +72,7 @@ def write_vision(directory: Path) -> Path:
         dtype="bfloat16",
     )
     model: Any = transformers.AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            scale = 0.05 if "language_model" in name else 0.2  # an answer must depend on the image
-            weight.copy_(torch.randn_like(weight) * scale + (weight.ndim == 1))
+    _draw(model)
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory
 
@@ -81,18 +95,6 @@ def write_hearing(directory: Path) -> Path:
     about = {**extractor, "processor_class": "Qwen2AudioProcessor"}
     (directory / "preprocessor_config.json").write_text(json.dumps(about))
     torch.manual_seed(0)
-    text = {
-        "vocab_size": vocab_size,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": vocab_size - len(SPECIAL_TOKENS),
-    }
     sound = {
         "num_mel_bins": 32,
         "d_model": 64,
@@ -102,16 +104,17 @@ def write_hearing(directory: Path) -> Path:
     }
     config = transformers.Qwen2AudioConfig(
         architectures=["Qwen2AudioForConditionalGeneration"],
-        text_config={"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **text},
+        text_config={
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            **_text(vocab_size),
+        },
         audio_config={"model_type": "qwen2_audio_encoder", **sound},
         audio_token_index=image_token(vocab_size),
         dtype="bfloat16",
     )
     model: Any = transformers.Qwen2AudioForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            scale = 0.05 if "language_model" in name else 0.2  # an answer must depend on the sound
-            weight.copy_(torch.randn_like(weight) * scale + (weight.ndim == 1))
+    _draw(model)
     names = {
         "model.language_model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",

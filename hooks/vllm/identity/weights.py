@@ -89,9 +89,7 @@ def weights_digest(
     Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Equal weights on
     equal hardware have equal digests.  Raises WeightsUnknown.
     """
-    kept = ((place.name, place.value) for place in _kept_by_methods(model))
-    held = ((name, value.detach()) for name, value in kept if isinstance(value, torch.Tensor))
-    tensors = chain(_tensors(model, dtype), _packed_tensors(model), held)
+    tensors = chain(_tensors(model, dtype), _packed_tensors(model), _method_tensors(model))
     named = [((*chosen, "experts"), torch.empty(0)) for chosen in kernels(model)]
     return digest_tensors(chain(model_modules(model), named, tensors), digests)
 
@@ -123,7 +121,8 @@ def weight_places(model: torch.nn.Module) -> Iterator[Place]:
     the packed tensors that it holds.  oneDNN's cannot be reached, nor written: new weights are a
     new function."""
     yield from model_places(model, _converts)
-    yield from _kept_by_methods(model)
+    for name, holder, key, tensor in _kept_by_methods(model):
+        yield Place(name, holder, key, tensor)
     for name, module in sorted(model.named_modules()):
         if (multiply := module.__dict__.get("cpu_linear")) is not None:
             yield Place(f"{name}.weight", module.__dict__, "cpu_linear", multiply)
@@ -131,15 +130,24 @@ def weight_places(model: torch.nn.Module) -> Iterator[Place]:
                 yield Place(f"{name}.weight", None, "", cell.cell_contents)
 
 
-def _kept_by_methods(model: torch.nn.Module) -> Iterator[Place]:
-    """Yield where the layers' methods of quantization keep tensors themselves: vLLM's wNa8o8 takes
-    the scales of activations off the layer."""
+def _kept_by_methods(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield the tensors that the layers' methods of quantization keep themselves, each with its
+    name and what holds it under which key: vLLM's wNa8o8 takes the scales of activations off the
+    layer."""
     for name, module in sorted(model.named_modules()):
         for method in ("quant_method", "scheme"):
             held = getattr(getattr(module, method, None), "__dict__", {})
             for key, value in sorted(held.items()):
                 if isinstance(value, torch.Tensor):
-                    yield Place(f"{name}.{method}.{key}", held, key, value)
+                    yield f"{name}.{method}.{key}", held, key, value
+
+
+def _method_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
+    for name, _, _, tensor in _kept_by_methods(model):
+        plain = tensor.detach()
+        yield (name, plain.shape, plain.stride(), plain.dtype), plain
 
 
 def _packed_tensors(model: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
