@@ -13,6 +13,7 @@ without a lock is left by processes that have ended (kvshm/_node/leftovers.py).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -33,6 +34,9 @@ from .locks import has_name
 DIGEST_BYTES = 64
 MAKING_SECONDS = 5.0
 """How long a board may take to be locked after it was made."""
+CLEANER_SECONDS = 1.0
+"""How long a board waits for a process that looks whether it is left, which takes microseconds."""
+_PAUSE_SECONDS = 0.01
 _ENTRY = struct.Struct("<Q64s8s48x")
 _CLEARED = struct.Struct("<Q")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -115,16 +119,29 @@ def left_boards(boards: Sequence[Path]) -> list[Path]:
 
 def _open(path: Path) -> int:
     """Open the file with a shared lock; not one that is being removed."""
+    deadline = time.monotonic() + CLEANER_SECONDS
     while True:
         fd = os.open(path, _FLAGS, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if has_name(fd, path):
-                return fd
+            if _shares(fd):
+                if has_name(fd, path):
+                    return fd
+            elif time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "a process that cleans up holds on to it")
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _shares(fd: int) -> bool:
+    """Take a shared lock.  False, after a pause: somebody looks whether the board is left."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_PAUSE_SECONDS)
+        return False
+    return True
 
 
 def _is_held(path: Path) -> bool:

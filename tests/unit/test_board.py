@@ -143,6 +143,17 @@ def test_a_board_that_is_removed_meanwhile_is_made_again(
             assert other.digests(other.look())[0] == ONE
 
 
+def test_a_process_that_hangs_as_it_cleans_up_stops_no_rank(tmp_path: Path) -> None:
+    path = board_file(tmp_path, "n", "ab")
+    path.touch()
+    with path.open() as cleaner:
+        fcntl.flock(cleaner, fcntl.LOCK_EX)
+        with pytest.raises(TransportError, match=r"cannot be mapped: a process that cleans up"):
+            board_of(tmp_path)
+    with closing(board_of(tmp_path)) as board:
+        assert board.digests(board.look())[0] is None
+
+
 def test_a_forked_child_keeps_no_board(board: RankBoard) -> None:
     pid = os.fork()
     if pid == 0:
