@@ -183,17 +183,16 @@ class Adapters:
 
     # -- what the ranks have loaded
 
-    def learn(self, loaded: Loaded) -> list[Any] | None:
-        """Take what ranks have loaded.  If an adapter has other contents now, returns the requests
-        that were hashed by those before: its own, and those of others with equal contents."""
+    def learn(self, loaded: Loaded) -> bool:
+        """Take what ranks have loaded; returns whether an adapter has other contents now."""
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
         numbers = {number for digests in loaded.values() for number in digests}
-        requests = [(r, r._block_hasher) for r in self._requests.values()]
-        before = {self._settle(number) for number in numbers} - {None}
-        if not before:
-            return None
-        return [r for r, hasher in requests if getattr(hasher, "digest", None) in before]
+        return True in {self._settle(number) for number in numbers}
+
+    def requests(self) -> list[Any]:
+        """Return the requests with an adapter that have not ended."""
+        return list(self._requests.values())
 
     def disown(self) -> None:
         """Have no request keep a key under which it has computed blocks."""
@@ -207,20 +206,20 @@ class Adapters:
                 digests.pop(number, None)
             self._settle(number)
 
-    def _settle(self, number: int) -> bytes | None:
-        """Returns the digest of the contents that an adapter had before, if it has other ones."""
+    def _settle(self, number: int) -> bool:
+        """Returns whether an adapter that was known has other contents now."""
         parts = [self._loaded[rank].get(number) for rank in sorted(self._loaded)]
         known = len(parts) == self._num_ranks and all(parts)
         digest = digest_of([self._kernels, parts]) if known else None
         if digest == self._digests.get(number):
-            return None
+            return False
         before = self._digests.pop(number, None)
         if digest is not None:
             self._digests[number] = digest
         for request in self._requests.values():
             if request.lora_request.lora_int_id == number:
                 self._change(request)
-        return before
+        return before is not None
 
     def watch(self, executor: Any, ask: Callable[[], Iterable[Loaded | None]]) -> None:
         """Learn what calls of the ranks load and remove.  ``ask``: what each has loaded."""

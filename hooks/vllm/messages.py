@@ -83,6 +83,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """Attached peers by rank, for ranks where they have changed."""
     adapters: Loaded = field(default_factory=dict)
     """Adapters that were loaded since the last report."""
+    adapter_changed: bool = False
+    """A step has found other contents of an adapter than were loaded before, unannounced."""
     not_opened: int = 0
     """The epoch that this rank could not open.  0: none."""
     still_mapped: int = 0
@@ -105,6 +107,7 @@ class RankReport(KVConnectorWorkerMetadata):
             weights_changed=self.weights_changed or other.weights_changed,
             written={**self.written, **other.written},
             adapters={**self.adapters, **other.adapters},
+            adapter_changed=self.adapter_changed or other.adapter_changed,
             not_opened=self.not_opened or other.not_opened,
             still_mapped=self.still_mapped + other.still_mapped,
             failed=self.failed or other.failed,

@@ -25,7 +25,6 @@ from kvshm.halves import (
 )
 
 from ..log_lines import HookLine
-from .adapters import Loaded
 from .call_stack import callers_with
 from .combination import Combination
 from .contents import Contents
@@ -374,7 +373,7 @@ class SchedulerSide:
             for import_ in self.importer.running.finish_at_once(metadata.at_once, reports):
                 self._import_ended(import_)
         if report is not None and report.adapters:
-            self._adapters_loaded(report.adapters)
+            self._adapters_loaded(report)
 
     def _import_ended(self, import_: RequestImport) -> None:
         self.prompts.import_ended(import_)
@@ -387,15 +386,18 @@ class SchedulerSide:
             self.tracker.blocks_failed(import_.load.bad)
         self.importer.at_once.failed(import_)
 
-    def _adapters_loaded(self, loaded: Loaded) -> None:
+    def _adapters_loaded(self, report: RankReport) -> None:
         """Learn which adapters a step has loaded.  If one has other contents, which no call has
         announced, steps have computed with these under the old ones' keys, on top of blocks that
-        were hit or imported by these: vLLM computes it all again."""
+        were hit or imported by these: vLLM computes it all again, and all of other adapters, which
+        may have had equal contents."""
         adapters, vllm = self.importer.contents.adapters, self._vllm
-        if adapters is None or vllm is None or (changed := adapters.learn(loaded)) is None:
+        if adapters is None or vllm is None:
+            return
+        if not (adapters.learn(report.adapters) or report.adapter_changed):
             return
         vllm.drop_hashes()
-        for request in changed:
+        for request in adapters.requests():
             if not request.mm_features:
                 self.importer.at_once.undo(request)
             elif self.importer.has_imported(request):  # the ranks have no image of what was there

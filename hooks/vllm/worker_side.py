@@ -64,7 +64,7 @@ class WorkerSide:
         share = partial(OwnShare.of_this_rank, run_dir, config.namespace)
         self._weights = RankWeights(config.weights_check_seconds, self._weights_written, share)
         self._weights.adapters = AdapterDigests(
-            self._rank, self._adapter_loaded, self._weights_load
+            self._rank, self._adapter_loaded, self._adapter_changed
         )
         self._could_not_open = False
         self._cache: RankHalf | None = None
@@ -120,6 +120,11 @@ class WorkerSide:
     def _adapter_loaded(self, loaded: Loaded) -> None:
         for rank, digests in loaded.items():
             self._next_report().adapters.setdefault(rank, {}).update(digests)
+
+    def _adapter_changed(self) -> None:
+        """End the epoch before a step uses other contents of an adapter than it had before."""
+        self._next_report().adapter_changed = True
+        self._weights_load()
 
     def weights_change(self) -> None:
         """End the epoch: the weights are about to change, or may be."""

@@ -149,7 +149,7 @@ def test_a_request_of_another_adapter_goes_on_with_its_import(
 def read_again(e: DrivenEngine, contents: bytes = b"b") -> dict[str, Any]:
     """The rank loads adapter 1 with other contents; returns what it reports."""
     e.model_executor.loaded[1] = contents
-    return {"adapters": {0: {1: contents}}}
+    return {"adapters": {0: {1: contents}}, "adapter_changed": True, "weights_changed": True}
 
 
 @groups
@@ -174,17 +174,20 @@ def test_what_a_step_imported_for_other_contents_gets_into_no_answer(
     n.assert_computed("b")
 
 
-def test_a_call_for_another_adapter_hides_no_change_that_a_step_under_way_has_found(
-    importing: Callable[..., Importing],
+@pytest.mark.parametrize(("called", "contents"), [(2, "x"), (1, "b"), (1, "c")])
+def test_a_call_hides_no_change_that_a_step_under_way_has_found(
+    importing: Callable[..., Importing], called: int, contents: str
 ) -> None:
     """The ranks' answer to the call tells of both."""
     n = importing(asynchronous=True)
     sent, order = n.begin()
     report = read_again(n.e)
-    load(n.e, 2, "x")
+    load(n.e, called, contents)
     n.rank.run(sent, LoadReport(order.load_id, ()), **report)
     assert n.request.num_output_tokens == 0
-    n.assert_computed("b")
+    n.e.add("hit", TOKENS, max_tokens=2, lora_request=load(n.e, 9, "a"))
+    n.e.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    assert n.e.schedule().output.num_scheduled_tokens == {"hit": len(TOKENS)}
 
 
 def test_blocks_of_other_contents_are_hit_for_no_adapter_that_had_equal_ones(

@@ -148,6 +148,16 @@ def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -
     assert not report.weights_changed
 
 
+def test_an_adapter_that_a_step_finds_changed_is_reported_once(connector: KvshmConnector) -> None:
+    assert connector._worker is not None
+    connector._worker._adapter_changed()
+    _, _, report = step(connector, StepMetadata(1))
+    assert report.aggregate(RankReport(2)).adapter_changed
+    assert report.weights_changed
+    _, _, report = step(connector, StepMetadata(2))
+    assert not report.adapter_changed
+
+
 def test_a_table_for_weights_that_are_gone_is_not_opened(
     connector: KvshmConnector, table: OwnSlotTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +238,7 @@ def test_a_loaded_adapter_is_reported_with_the_next_step_and_to_who_asks(
 ) -> None:
     side = connector._worker
     assert side is not None
-    digests = AdapterDigests(Rank(0), side._adapter_loaded, side._weights_load)
+    digests = AdapterDigests(Rank(0), side._adapter_loaded, side._adapter_changed)
     digests._listed = lambda: {7, 8}  # by vLLM's manager
     side._weights.adapters = digests
     step(connector, StepMetadata(1))
