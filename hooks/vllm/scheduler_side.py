@@ -387,10 +387,9 @@ class SchedulerSide:
         self.importer.at_once.failed(import_)
 
     def _adapters_loaded(self, report: RankReport) -> None:
-        """Learn which adapters a step has loaded.  If one has other contents, which no call has
-        announced, steps have computed with these under the old ones' keys, on top of blocks that
-        were hit or imported by these: vLLM computes it all again, and all of other adapters, which
-        may have had equal contents."""
+        """Learn which adapters a step has loaded.  If one has other contents, unannounced, steps
+        have computed with these under the old ones' keys, on top of blocks hit or imported by
+        these: vLLM computes it again, and all of other adapters, which may have had equal ones."""
         adapters, vllm = self.importer.contents.adapters, self._vllm
         if adapters is None or vllm is None:
             return

@@ -47,8 +47,8 @@ class FakeEngine:
         sent before its subscription was there, by a scan."""
         self.process.wait_out(lambda line: json.loads(line).get("blocks") == list(blocks))
 
-    def all_heard(self, event: str) -> list[dict[str, Any]]:
-        lines = self.process.out.matching(lambda line: json.loads(line)["event"] == event)
+    def all_heard(self, event: str, since: int = 0) -> list[dict[str, Any]]:
+        lines = self.process.out.matching(lambda line: json.loads(line)["event"] == event, since)
         return [json.loads(line) for line in lines]
 
     def joined(self, since: int = 0) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     assert again == bits
     for engine, mark in zip((a, b), marks, strict=True):
         engine.heard("coordinator_lost", mark)
-        assert len(engine.all_heard("coordinator_lost")) == 1
+        assert len(engine.all_heard("coordinator_lost", mark)) == 1
     found = b.process.wait_out(lambda line: '"blocks": [1, 2]' in line, marks[1])
     assert "engine_joined" in found or "rescan" in found
     hear_everything(node, b)
@@ -96,12 +96,13 @@ def test_silent_coordinator_is_lost_once_and_found_again(node: Node) -> None:
     coordinator = node.coordinator()
     a = FakeEngine(node, "a")
     a.joined()
+    silent = a.mark()
     coordinator.signal(signal.SIGSTOP)
-    a.heard("coordinator_lost")
+    a.heard("coordinator_lost", silent)
     mark = a.mark()
     coordinator.signal(signal.SIGCONT)
     a.joined(mark)
-    assert len(a.all_heard("coordinator_lost")) == 1
+    assert len(a.all_heard("coordinator_lost", silent)) == 1
 
 
 def test_an_engine_that_raises_does_not_end_the_client(node: Node) -> None:

@@ -27,7 +27,6 @@ from kvshm._node.segment_server import (
     fetch_segment,
 )
 from kvshm._shm.descriptors import Reply, Request
-from kvshm._shm.fds import fetch_keep_open, peer_has_closed
 from kvshm._shm.layout import RETIRED_OFFSET, table_bytes
 from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.errors import (
@@ -251,11 +250,16 @@ from pathlib import Path
 from kvshm._shm.fds import fetch_keep_open, peer_has_closed
 from kvshm._shm.descriptors import Request
 request = Request("slots", int(sys.argv[2])).encode()
-_, _, connection = fetch_keep_open(Path(sys.argv[1]), request, 60)
+held = []
+for _ in range(int(sys.argv[3])):
+    held.append(fetch_keep_open(Path(sys.argv[1]), request, 60))
 print(flush=True)
-input()
-print(peer_has_closed(connection))
+for _ in sys.stdin:
+    closed = [peer_has_closed(connection) for _, _, connection in held]
+    print(closed.count(False), closed[-1], flush=True)
 """
+"""Asks for a table so many times, stays connected, and says for each line how many connections are
+open, and whether the last one is closed."""
 
 
 @pytest.mark.multiprocess
@@ -263,21 +267,27 @@ print(peer_has_closed(connection))
 def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds_out_no_one(
     served: ServedNode, engine: Served, permitted: int, kept: int
 ) -> None:
-    command = [sys.executable, "-c", STAYS, str(engine.path), str(EPOCH)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with subprocess.Popen(command, **pipes) as other, ExitStack() as held:
-        assert other.stdout.readline() == "\n"
+    with ExitStack() as held:
+
+        def stays(times: int) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", STAYS, str(engine.path), str(EPOCH), str(times)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            asking = held.enter_context(subprocess.Popen(command, **pipes))
+            assert asking.stdout.readline() == "\n"
+            held.callback(asking.stdin.close)
+            return asking
+
+        def said(asking: subprocess.Popen[str]) -> str:
+            print(file=asking.stdin, flush=True)
+            return asking.stdout.readline()
+
         resource.setrlimit(resource.RLIMIT_NOFILE, (permitted, hard))
         held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        greedy = []
-        for _ in range(kept + 40):
-            _, (fd,), connection = fetch_keep_open(engine.path, WANTED, 60)
-            os.close(fd)
-            greedy.append(held.enter_context(connection))
-        until(lambda: [peer_has_closed(one) for one in greedy].count(False) == kept - 1)
-        assert not peer_has_closed(greedy[-1])
-        assert other.communicate("\n")[0] == "False\n"
+        other = stays(1)
+        greedy = stays(kept + 40)
+        until(lambda: said(greedy) == f"{kept - 1} False\n")
+        assert said(other) == "1 False\n"
 
 
 @pytest.mark.parametrize("left", [0, 1])

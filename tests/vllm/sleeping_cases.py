@@ -1,6 +1,6 @@
 """How an engine sleeps and wakes beside another one: a program of its own, because an access to
 memory that sleeps ends the process (SIGSEGV).  Each case runs in a process forked for it; prints
-how it ended."""
+what it has written, and how it ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -220,6 +221,8 @@ def run(case: str, model: Path) -> None:
     """One case, in this process."""
     with ExitStack() as stack:
         group = SimpleNamespace(rank_in_group=0)
+        # No case shows for how long a step waits for a copy, and a busy machine may make it wait.
+        stack.enter_context(mock.patch.object(at_once, "PATIENCE_SECONDS", 60.0))
         for owner, name, result in (
             (torch.accelerator, "synchronize", None),
             (torch.accelerator, "get_memory_info", (1, 1)),
@@ -246,29 +249,36 @@ def run(case: str, model: Path) -> None:
         CASES[case](pair)
 
 
+def run_in_child(case: str, model: Path, said: Path) -> NoReturn:
+    """One case, in this process, which ends with it; ``said``: what it writes."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        signal.alarm(150)
+        run(case, model)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def main(model: str, only: list[str]) -> None:
     left = [name for name in CASES if not only or name in only]
     running: dict[int, str] = {}
-    while left or running:
-        while left and len(running) < PARALLEL:
-            name = left.pop(0)
-            if pid := os.fork():
+    with tempfile.TemporaryDirectory() as folder:
+        while left or running:
+            while left and len(running) < PARALLEL:
+                name = left.pop(0)
+                said = Path(folder) / name
+                if not (pid := os.fork()):
+                    run_in_child(name, Path(model), said)
                 running[pid] = name
-                continue
-            try:
-                signal.alarm(150)
-                run(name, Path(model))
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        pid, status = os.wait()
-        how = os.waitstatus_to_exitcode(status)
-        print(
-            f"\ncase {running.pop(pid)}: {signal.Signals(-how).name if how < 0 else how}",
-            flush=True,
-        )
+            pid, status = os.wait()
+            how, name = os.waitstatus_to_exitcode(status), running.pop(pid)
+            print((Path(folder) / name).read_text(errors="replace"))
+            print(f"case {name}: {signal.Signals(-how).name if how < 0 else how}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def ended(model: Path, request: pytest.FixtureRequest) -> tuple[dict[str, str], str]:
-    """How each case has ended: an exit status or the signal that ended it; and what was written."""
+def ended(model: Path, request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
+    """What each case has written, and how it has ended: an exit status, or the signal that ended
+    it."""
     asked = [i.callspec.params["case"] for i in request.session.items if hasattr(i, "callspec")
              and "case" in i.callspec.params and i.path == request.path]  # fmt: skip
     paths = [str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -32,7 +33,8 @@ def ended(model: Path, request: pytest.FixtureRequest) -> tuple[dict[str, str], 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return dict(re.findall(r"^case (.+): (\w+)$", done.stdout, re.MULTILINE)), done.stdout
+    found = re.finditer(r"(.*?)^case ([^\n]+): (\w+)$", done.stdout, re.MULTILINE | re.DOTALL)
+    return {case: (said, how) for said, case, how in map(re.Match.groups, found)}
 
 
 RARE = {case for case in CASES if "level 2, imports" in case or "no reset" in case} - {
@@ -46,6 +48,6 @@ RARE = {case for case in CASES if "level 2, imports" in case or "no reset" in ca
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.long) if c in RARE else c for c in CASES]
 )
-def test_an_engine_sleeps_and_shares_again(case: str, ended: tuple[dict[str, str], str]) -> None:
-    how, said = ended
-    assert how.get(case) == "0", said[-8000:]
+def test_an_engine_sleeps_and_shares_again(case: str, ended: dict[str, tuple[str, str]]) -> None:
+    said, how = ended.get(case, ("", "not at all"))
+    assert how == "0", said[-8000:]
