@@ -124,7 +124,7 @@ class SchedulerHalf:
     @property
     def refusal(self) -> str:
         """Why the coordinator refuses this engine; empty if it does not.  Any thread."""
-        return self._handler.refusal
+        return "" if self.is_member else self._handler.refusal  # which hears a moment later
 
     @property
     def is_refused(self) -> bool:

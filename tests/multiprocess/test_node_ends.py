@@ -8,12 +8,14 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvshm import Found, Identity, Load, LoadState, MisuseError
 from kvshm._base.ids import Epoch
 from kvshm._base.rundir import list_sockets
+from kvshm._engine.roster_handler import RosterHandler
 from kvshm._rank.rank_half import RankHalf
 
 from .joined import Toy, Toys, ended
@@ -70,7 +72,9 @@ def test_what_is_published_before_the_epoch_is_open_is_readable_later(
 
 
 @pytest.mark.timeout(20)
-def test_no_one_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
+def test_no_one_waits_for_what_the_coordinator_refuses(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process has eight engines in a roster at most."""
     others = [toys.join(f"{number}") for number in range(8)]
     refused = toys.begin("one more")
@@ -82,9 +86,17 @@ def test_no_one_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
     assert not asyncio.run(refused.node.wait_joined_async())
     assert not asyncio.run(refused.node.wait_for_async(refused.prompt()))
     others[0].close()
+    handle, go_on = RosterHandler._handle_reply, threading.Event()
+
+    def handle_late(self: RosterHandler, *about: Any) -> None:
+        go_on.wait(PATIENCE_SECONDS)
+        handle(self, *about)
+
+    monkeypatch.setattr(RosterHandler, "_handle_reply", handle_late)
     refused.node.reset()
     assert refused.node.wait_joined(), "it is another epoch, which nobody has refused"
     assert refused.node.refusal == ""
+    go_on.set()
 
 
 def test_a_paused_node_finds_and_publishes_nothing(toys: Toys) -> None:
