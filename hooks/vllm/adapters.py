@@ -188,7 +188,8 @@ class Adapters:
         for rank, digests in loaded.items():
             self._loaded.setdefault(rank, {}).update(digests)
         numbers = {number for digests in loaded.values() for number in digests}
-        return True in {self._settle(number) for number in numbers}
+        changed = [self._settle(number) for number in numbers]  # each of them
+        return any(changed)
 
     def requests(self) -> list[Any]:
         """Return the requests with an adapter that have not ended."""

@@ -29,14 +29,13 @@ from kvshm._base.rundir import board_file
 from kvshm._shm.available_memory import reserve
 from kvshm.errors import TransportError
 
-from .locks import has_name
+from .locks import PAUSE_SECONDS, has_name, try_lock
 
 DIGEST_BYTES = 64
 MAKING_SECONDS = 5.0
 """How long a board may take to be locked after it was made."""
 CLEANER_SECONDS = 1.0
 """How long a board waits for a process that looks whether it is left, which takes microseconds."""
-_PAUSE_SECONDS = 0.01
 _ENTRY = struct.Struct("<Q64s8s48x")
 _CLEARED = struct.Struct("<Q")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -120,28 +119,24 @@ def left_boards(boards: Sequence[Path]) -> list[Path]:
 def _open(path: Path) -> int:
     """Open the file with a shared lock; not one that is being removed."""
     deadline = time.monotonic() + CLEANER_SECONDS
-    while True:
-        fd = os.open(path, _FLAGS, 0o600)
-        try:
-            if _shares(fd):
-                if has_name(fd, path):
-                    return fd
-            elif time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "a process that cleans up holds on to it")
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+    while (fd := _try_open(path)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "a process that cleans up holds on to it")
+        time.sleep(PAUSE_SECONDS)  # flock has no wait with a time limit
+    return fd
 
 
-def _shares(fd: int) -> bool:
-    """Take a shared lock.  False, after a pause: somebody looks whether the board is left."""
+def _try_open(path: Path) -> int | None:
+    """None while somebody looks whether the board is left, or if it was removed meanwhile."""
+    fd = os.open(path, _FLAGS, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(_PAUSE_SECONDS)
-        return False
-    return True
+        if try_lock(fd, fcntl.LOCK_SH) and has_name(fd, path):
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def _is_held(path: Path) -> bool:

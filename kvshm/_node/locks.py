@@ -19,7 +19,7 @@ from kvshm.errors import AlreadyRunning, RunDirectoryError
 
 CLEANUP_SECONDS = 5.0
 """How long a starting coordinator waits for a process that cleans up, which takes milliseconds."""
-_PAUSE_SECONDS = 0.01
+PAUSE_SECONDS = 0.01
 """The pause between two tries for a lock: flock has no wait with a time limit."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HOLDER_BYTES = 32
@@ -70,8 +70,8 @@ def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[b
         ) from exc
     try:
         deadline = time.monotonic() + patience
-        while not (held := _try_lock(fd)) and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)
+        while not (held := try_lock(fd)) and time.monotonic() < deadline:
+            time.sleep(PAUSE_SECONDS)
         yield held
     finally:
         release_lock(fd)
@@ -79,7 +79,7 @@ def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[b
 
 def _lock(fd: int, path: Path) -> bool:
     try:
-        if not _try_lock(fd):
+        if not try_lock(fd):
             holder = os.pread(fd, _HOLDER_BYTES, 0).decode("ascii", "replace").strip()
             raise AlreadyRunning(f"another coordinator (pid {holder or 'unknown'}) holds {path}")
         return has_name(fd, path)
@@ -109,9 +109,10 @@ def _check_file(fd: int, path: Path) -> None:
         raise RunDirectoryError(f"lock file {path} belongs to uid {found.st_uid}: remove it")
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the lock of an open file if nobody is in the way; returns whether.  Raises OSError."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

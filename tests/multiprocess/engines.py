@@ -47,9 +47,13 @@ class FakeEngine:
         sent before its subscription was there, by a scan."""
         self.process.wait_out(lambda line: json.loads(line).get("blocks") == list(blocks))
 
-    def all_heard(self, event: str, since: int = 0) -> list[dict[str, Any]]:
-        lines = self.process.out.matching(lambda line: json.loads(line)["event"] == event, since)
+    def all_heard(self, *events: str, since: int = 0) -> list[dict[str, Any]]:
+        lines = self.process.out.matching(lambda line: json.loads(line)["event"] in events, since)
         return [json.loads(line) for line in lines]
+
+    def places(self, since: int) -> list[str]:
+        """What became of its place in the roster, in order."""
+        return [said["event"] for said in self.all_heard("joined", "coordinator_lost", since=since)]
 
     def joined(self, since: int = 0) -> dict[str, Any]:
         return self.heard("joined", since)

@@ -143,13 +143,28 @@ def test_a_board_that_is_removed_meanwhile_is_made_again(
             assert other.digests(other.look())[0] == ONE
 
 
+HANGS = """
+import fcntl, os, signal, sys
+file = open(sys.argv[1])
+fcntl.flock(file, fcntl.LOCK_EX)
+print(flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""Is stopped while it looks whether a board is left."""
+
+
 def test_a_process_that_hangs_as_it_cleans_up_stops_no_rank(tmp_path: Path) -> None:
     path = board_file(tmp_path, "n", "ab")
     path.touch()
-    with path.open() as cleaner:
-        fcntl.flock(cleaner, fcntl.LOCK_EX)
-        with pytest.raises(TransportError, match=r"cannot be mapped: a process that cleans up"):
-            board_of(tmp_path)
+    command = [sys.executable, "-c", HANGS, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as cleaner:
+        try:
+            assert cleaner.stdout is not None
+            assert cleaner.stdout.readline() == "\n"
+            with pytest.raises(TransportError, match=r"cannot be mapped: a process that cleans up"):
+                board_of(tmp_path)
+        finally:
+            cleaner.kill()
     with closing(board_of(tmp_path)) as board:
         assert board.digests(board.look())[0] is None
 

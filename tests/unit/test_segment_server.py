@@ -275,7 +275,6 @@ def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             asking = held.enter_context(subprocess.Popen(command, **pipes))
             assert asking.stdout.readline() == "\n"
-            held.callback(asking.stdin.close)
             return asking
 
         def said(asking: subprocess.Popen[str]) -> str:

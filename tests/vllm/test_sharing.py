@@ -98,7 +98,7 @@ def test_what_was_imported_is_shared_on(pair: Pair) -> None:
 def test_requests_at_the_same_time_import_a_prefix_once(pair: Pair) -> None:
     """All others together do not fill a step: a request that would lose its turn copies its prefix
     itself (test_twins.py)."""
-    ask_both(pair.node, pair.a, pair.b, prompts(1, seed=64))  # b has a's cache at hand from here on
+    ask_both(pair.node, pair.a, pair.b, prompts(1, seed=64))  # b has attached a's cache
     blocks, each = 3, 4
     sent = [random_prompt(seed, blocks * BLOCK_SIZE + 40) for seed in (65, 66)]
     assert each * len(sent[0]) < STEP_TOKENS
