@@ -40,6 +40,7 @@ from kvshm._engine.marks import blocks_of as blocks_of
 from kvshm._engine.marks import touching as touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP as ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf as SchedulerHalf
+from kvshm._engine.store_asks import Lacking as Lacking
 from kvshm._node.board import RankBoard as RankBoard
 from kvshm._node.leftovers import clear as clear
 from kvshm._node.protocol import RankInfo as RankInfo
@@ -71,5 +72,8 @@ from kvshm._shm.statistics import PROMPT_TOKENS_LOCAL as PROMPT_TOKENS_LOCAL
 from kvshm._shm.statistics import PROMPT_TOKENS_PEER as PROMPT_TOKENS_PEER
 from kvshm._shm.statistics import PROMPT_TOKENS_TEXT as PROMPT_TOKENS_TEXT
 from kvshm._shm.statistics import STILL_MAPPED as STILL_MAPPED
+from kvshm._shm.statistics import STORE_ASKED as STORE_ASKED
+from kvshm._shm.statistics import STORE_CAME as STORE_CAME
+from kvshm._shm.statistics import STORE_WAITED_US as STORE_WAITED_US
 from kvshm._shm.statistics import WEIGHTS_WRITTEN as WEIGHTS_WRITTEN
 from kvshm._shm.statistics import Counter as Counter

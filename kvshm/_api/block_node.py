@@ -12,10 +12,10 @@ from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.load_plan import Plan
 from kvshm._replica.index import Heard
 from kvshm._shm.layout import RecordKind, unpack_records
-from kvshm._shm.statistics import EVICTED, EVICTED_US
+from kvshm._shm.statistics import EVICTED, EVICTED_US, Counter
 from kvshm.errors import KvshmError, MisuseError
 
-from .arguments import checked_seconds
+from .arguments import checked_seconds, whole
 from .contents import BlockContent, BlockName
 from .load import Load
 from .membership import Membership
@@ -23,6 +23,7 @@ from .own_blocks import TAG_BYTES
 from .single_blocks import Change, FoundBlocks, LoadOfBlocks, News
 
 _BEGUN = Heard(Epoch(0), b"")
+COUNTERS = {counter.label: counter for counter in Counter.REGISTRY.values()}
 
 
 class BlockNode(Membership):
@@ -216,6 +217,16 @@ class BlockNode(Membership):
             if state is None:
                 return {"peers": 0}
             return {**state.table.counters.snapshot(), "peers": state.peers.stats().usable}
+
+    def count(self, label: str, amount: int = 1) -> None:
+        """Add to a counter of the present epoch (docs/operations.md names them), if there is one.
+        Raises MisuseError for a name that is none, and for less than 0."""
+        found = COUNTERS.get(label)
+        if found is None:
+            raise MisuseError(f"{label!r} is no counter; docs/operations.md names them")
+        with self._lock:
+            if (state := self._open) is not None:
+                state.table.counters.add(found, whole("amount", amount, 0))
 
     def _opened(self, state: EpochState) -> None:
         with self._lock:

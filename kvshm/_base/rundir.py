@@ -23,7 +23,7 @@ MAX_FOUND = 4096
 """Sockets or lists of peers that a search returns at most: more than any node has."""
 
 _SOCKET = re.compile(
-    r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+)\.sock"
+    r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+|store)\.sock"
 )
 _TABLES_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.tables\.sock")
 _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(\.new)?")
@@ -116,6 +116,11 @@ def tables_socket(run_dir: Path, namespace: str) -> Path:
 def engine_socket(run_dir: Path, namespace: str, epoch: int) -> Path:
     """Socket at which an engine hands out its slot table and replica, in one epoch."""
     return _socket(run_dir, f"{namespace}.engine.{epoch:016x}.sock")
+
+
+def store_socket(run_dir: Path, namespace: str) -> Path:
+    """Socket of the keeper that is the node's client of a store (kvshm/_engine/store_asks.py)."""
+    return _socket(run_dir, f"{namespace}.store.sock")
 
 
 def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:

@@ -3,6 +3,7 @@ once vLLM has allocated the blocks, and released by the ranks (kvshm/_rank/rank_
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -172,11 +173,15 @@ class LoadPlanner:
         return tried
 
     def computes_within(self, tokens: int, seconds: float) -> bool:
-        """Whether computing these tokens is estimated to take less time than that; never where
-        ``min_prefix_tokens`` says what to import."""
+        """Whether computing these tokens is estimated to take less time than that."""
+        return self.computing_seconds(tokens) < seconds
+
+    def computing_seconds(self, tokens: int) -> float:
+        """What computing these tokens is estimated to take: infinity before a prefill was measured,
+        and where ``min_prefix_tokens`` says what to import."""
         computing = self.costs.compute_seconds(tokens)
         by_estimate = self._config.min_prefix_tokens is Auto.AUTO
-        return by_estimate and computing is not None and computing < seconds
+        return computing if by_estimate and computing is not None else math.inf
 
     def imported_blocks(self, epoch: EpochState) -> tuple[int, int]:
         """The fewest and most blocks of a prefix that would be imported, about: by

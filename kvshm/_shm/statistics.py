@@ -266,6 +266,28 @@ EVICTED_US = Counter(
     64, "evicted_us", "Summed time for which evicted blocks had been kept.", Unit.MICROSECONDS
 )
 
+# -- a store beyond the node: the engine's side, then the keeper's
+STORE_ASKED = Counter(
+    65, "store_asked", "Requests for which a store beyond the node was asked for blocks."
+)
+STORE_CAME = Counter(
+    66, "store_came", "Requests that had what the store had of theirs in time, from the keeper."
+)
+STORE_WAITED_US = Counter(
+    67, "store_waited_us", "Summed time that requests have waited for a store.", Unit.MICROSECONDS
+)
+STORE_WRITTEN = Counter(68, "store_written", "Blocks that a keeper wrote to a store.", Unit.BLOCKS)
+STORE_FETCHED = Counter(
+    69, "store_fetched", "Blocks that a keeper fetched from a store.", Unit.BLOCKS
+)
+STORE_DAMAGED = Counter(
+    70,
+    "store_damaged",
+    "Blocks from a store that were not as they were written, and thrown away.",
+    Unit.BLOCKS,
+)
+STORE_FAILED = Counter(71, "store_failed", "Calls of a store that failed, or took too long.")
+
 # -- replica and coordinator
 INDEX_FULL = Counter(56, "index_full", "Events that the replica index had no room for.")
 RESYNCS = Counter(57, "resyncs", "Slot tables of others read again after a gap in their events.")

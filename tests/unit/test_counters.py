@@ -51,6 +51,8 @@ def test_ids_are_never_renumbered() -> None:
         "index_full": 56, "resyncs": 57, "rejoins": 58, "bad_messages": 59, "swept": 60,
         "hook_errors": 61,
         "weights_written": 62, "still_mapped": 63,
+        "store_asked": 65, "store_came": 66, "store_waited_us": 67, "store_written": 68,
+        "store_fetched": 69, "store_damaged": 70, "store_failed": 71,
     }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import os
 import select
 import sys
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from .numa import bind_memory
 
 if TYPE_CHECKING:
     from ..kv.kept_files import Files
+    from .store import Store
 
 HELP = "keep what engines have computed, in memory of its own"
 NICE = 10
@@ -76,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "them at the next start: for a reboot; of one keeper at a time",
     )
     add(
+        "--store",
+        type=Path,
+        metavar="FILE",
+        help="be the node's one client of a Mooncake Store, with the settings in this file: write "
+        "through to it what is kept, and fetch what an engine asks for and nobody on the node has",
+    )
+    add(
         "--numa-node",
         type=number(int, lambda n: n >= 0, "of a node"),
         metavar="N",
@@ -100,17 +109,24 @@ def run(asked: argparse.Namespace) -> int:
     limits = Limits(asked.memory, asked.rate, asked.give_way_after)
     name = asked.name or f"keeper-{os.getpid()}"
     files = _files(asked.files, name) if asked.files is not None else None
+    store = _store(asked.store) if asked.store is not None else None
     if asked.numa_node is not None:
         _bind(asked.numa_node)
     with suppress(OSError):
         os.nice(NICE)
-    return keep(config, limits, name, files)
+    return keep(config, limits, name, files, store)
 
 
 def _files(folder: Path, name: str) -> Files:
     from ..kv.kept_files import Files  # needs packages that a keeper without files does not
 
     return Files(folder, name, _say)
+
+
+def _store(path: Path) -> Store:
+    from .mooncake import MooncakeStore, read_settings
+
+    return MooncakeStore(read_settings(path))
 
 
 def _bind(node: int) -> None:
@@ -120,23 +136,45 @@ def _bind(node: int) -> None:
         raise ConfigError(f"--numa-node {node}: {exc.strerror}") from exc
 
 
-def keep(config: Config, limits: Limits, name: str, files: Files | None) -> int:
+def keep(
+    config: Config, limits: Limits, name: str, files: Files | None, store: Store | None
+) -> int:
     """Keep blocks until SIGTERM or SIGINT; return the exit status.  Raises KvshmError."""
     with (
         ending_signals() as ended,
         closing(Keeper(config, limits, name, time.monotonic(), _say)) as keeper,
+        _tier(config, store, keeper) as wakes,
     ):
         if files is not None:
             keeper.read(files)
         _say(f"{name} has {limits.memory} bytes for blocks of namespace {config.namespace}")
-        signals = select.poll()
-        signals.register(ended, select.POLLIN)
+        waiting = select.poll()
+        for each in (ended.fileno(), *wakes):
+            waiting.register(each, select.POLLIN)
         pause = 0.0
-        while not signals.poll(1000 * pause):
+        while ended.fileno() not in dict(waiting.poll(1000 * pause)):
             pause = keeper.go_round(time.monotonic())
         if files is not None and not keeper.write(files):
             return EXIT_FAILED
     return 0
+
+
+@contextmanager
+def _tier(config: Config, store: Store | None, keeper: Keeper) -> Iterator[Sequence[int]]:
+    """Have the keeper use a store, if there is one.  Yields the descriptors that wake it."""
+    if store is None:
+        yield ()
+        return
+    from .desk import Desk
+    from .store_tier import StoreTier
+
+    run_dir = open_run_directory(config.run_dir, os.environ)
+    with (
+        closing(Desk(run_dir, config.namespace)) as desk,
+        closing(StoreTier(store, desk, keeper, time.monotonic, _say)) as tier,
+    ):
+        keeper.use_store(tier)
+        yield tier.wakes
 
 
 def _say(text: str) -> None:

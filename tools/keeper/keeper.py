@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,10 +13,11 @@ from .eviction import Eviction
 from .looks import Look, Looks
 from .pace import Pace
 from .room import Room
-from .shelf import Joining, Shelf
+from .shelf import Joining, Shelf, Stored
 
 if TYPE_CHECKING:
     from ..kv.kept_files import Files
+    from .store_tier import StoreTier
 
 BUSY_SECONDS, IDLE_SECONDS = 0.005, 0.05
 """Between two rounds, while something is copied and while nothing is."""
@@ -67,6 +68,12 @@ class Keeper:
         """When it was last known which engines there are."""
         self._number = 0
         self._left_out: set[str] = set()
+        self._tier: StoreTier | None = None
+        """A store beyond the node."""
+
+    def use_store(self, tier: StoreTier) -> None:
+        """Write what is kept through to a store, and fetch from it."""
+        self._tier = tier
 
     def go_round(self, now: float) -> float:
         """Do what is due, without waiting for any engine; return after how many seconds to call it
@@ -83,11 +90,17 @@ class Keeper:
                 shelf.look_again(now)
             for used in shelf.hear(now):
                 self._eviction.use(KeptName(shelf.number, used))
-            for stored in shelf.end(now):
-                name = KeptName(shelf.number, stored.name)
-                self._eviction.add(name, stored.at, stored.before)
+            self._kept(shelf, shelf.end(now))
             busy |= self._copy(shelf, now)
+        if self._tier is not None:
+            self._tier.go_round(self._shelves)
         return BUSY_SECONDS if busy or self._is_copying else IDLE_SECONDS
+
+    def _kept(self, shelf: Shelf, stored: Sequence[Stored]) -> None:
+        """These blocks have come to be kept, from engines or files."""
+        self.added(shelf, stored)
+        if self._tier is not None and stored:
+            self._tier.kept(shelf, [each.name for each in stored])
 
     @property
     def _is_copying(self) -> bool:
@@ -255,6 +268,33 @@ class Keeper:
         assert found is not None
         return None if by_number[found.shelf].is_last(found.name) else found
 
+    # -- what a store's tier uses (staging.Memory)
+
+    def place(self, shelf: Shelf, now: float) -> int | None:
+        """Take a block to fill; others go for it if they must."""
+        return next(iter(self._places(shelf, 1, now)), None)
+
+    def bytes_of(self, shelf: Shelf, block: int) -> Iterator[memoryview]:
+        """The bytes of a block's regions, rank by rank."""
+        for rank in shelf.layout.places(block):
+            for place in rank:
+                yield self._memory.buffer[place]
+
+    def added(self, shelf: Shelf, stored: Iterable[Stored]) -> None:
+        """These blocks were filled, and are kept."""
+        for each in stored:
+            self._eviction.add(KeptName(shelf.number, each.name), each.at, each.before)
+
+    def use(self, shelf: Shelf, names: Iterable[BlockName]) -> None:
+        """These blocks are wanted: of those that are kept, others go first."""
+        for name in names:
+            self._eviction.use(KeptName(shelf.number, name))
+
+    def take_back_elsewhere(self, shelf: Shelf) -> None:
+        """Keep no more what came from files and stores: it may be wrong."""
+        for name in shelf.take_back_elsewhere():
+            self._eviction.remove(KeptName(shelf.number, name))
+
     # -- files
 
     def read(self, files: Files) -> None:
@@ -269,8 +309,7 @@ class Keeper:
             except (KvshmError, OSError) as exc:
                 self._say(f"left out, and removed: {file.path}: {exc}")
                 continue
-            for each in stored:
-                self._eviction.add(KeptName(shelf.number, each.name), each.at, each.before)
+            self._kept(shelf, stored)
             count += len(stored)
             if not self._room.spare(shelf.number):
                 lacking += len(file.contents) - len(stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshm.api import (
@@ -34,8 +34,8 @@ AGAIN_SECONDS = 5.0
 """Between two looks at what was let go."""
 MOST_AT_ONCE = 64
 """Blocks of one load."""
-FROM_FILE = 0
-"""Source of blocks that were read from a file: no epoch has this number."""
+FROM_ELSEWHERE = 0
+"""Source of blocks from a file or a store: no epoch has this number."""
 MAX_BLOCKS = 1 << 20
 """Of one shelf: slots, and what is known of blocks, take memory too."""
 
@@ -54,7 +54,8 @@ class Kept(NamedTuple):
     block: int
     since: float
     source: int
-    """The epoch of the engine that it was copied from, or FROM_FILE."""
+    """The epoch of the engine that it was copied from, or FROM_ELSEWHERE."""
+    content: BlockContent
 
 
 class Filled(NamedTuple):
@@ -109,6 +110,8 @@ class Shelf:
         self._joined_at: float | None = None
         self._looked_again = 0.0
         self._keepers: frozenset[int] = frozenset()
+        self.withdrawn: frozenset[int] = frozenset()
+        """The epochs whose engines have withdrawn what they had published, and go on."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -159,6 +162,10 @@ class Shelf:
         there = bool(self._known.holders(name))
         return Known(self._known.uses(name), self._is_kept(name), there)
 
+    def is_near(self, name: BlockName) -> bool:
+        """Whether an engine of the node, this one included, has a block."""
+        return name in self._kept or bool(self._known.holders(name))
+
     def _is_kept(self, name: BlockName) -> bool:
         """Whether a keeper has a block, this one or another."""
         return name in self._kept or not self._keepers.isdisjoint(self._known.holders(name))
@@ -198,7 +205,7 @@ class Shelf:
                 self._try_again(content.name, now)
             else:
                 self._tried.discard(content.name)
-                self._keep(content.name, Kept(block, now, source))
+                self._keep(Kept(block, now, source, content))
                 good.append(content)
                 blocks.append(block)
         return self._show(good, blocks)
@@ -207,23 +214,27 @@ class Shelf:
         """Keep what a file holds, as far as there is room and its bytes are as they were.  Engines
         see it once this one knows them, and so hears what they withdraw.  Raises KvshmError."""
         self.node.pause()
-        good, blocks = [], []
+        filled = dict[BlockName, tuple[BlockContent, int]]()
         for row, content in enumerate(file.contents):
-            if content.name in self._kept:
+            if content.name in self._kept or content.name in filled:
                 continue
             if (block := self.take()) is None:
                 break
             if file.copy(row, self.layout.places(block), memory):
-                self._keep(content.name, Kept(block, now, FROM_FILE))
-                good.append(content)
-                blocks.append(block)
+                filled[content.name] = content, block
             else:
                 self.room.leave(self.number, block)
-        return self._show(good, blocks)
+        return self.add(list(filled.values()), now)
 
-    def _keep(self, name: BlockName, kept: Kept) -> None:
-        self._kept[name] = kept
-        self._names[kept.block] = name
+    def add(self, filled: Sequence[tuple[BlockContent, int]], now: float) -> list[Stored]:
+        """Keep blocks that were filled from elsewhere, none of which was kept."""
+        for content, block in filled:
+            self._keep(Kept(block, now, FROM_ELSEWHERE, content))
+        return self._show([content for content, _ in filled], [block for _, block in filled])
+
+    def _keep(self, kept: Kept) -> None:
+        self._kept[kept.content.name] = kept
+        self._names[kept.block] = kept.content.name
         self._sources[kept.source] += 1
 
     def _show(self, contents: Sequence[BlockContent], blocks: Sequence[int]) -> list[Stored]:
@@ -269,10 +280,16 @@ class Shelf:
     def take_back(self) -> list[BlockName]:
         """Keep no more what its engine has withdrawn: it may be wrong, and other engines hear of it
         now.  Waits for readers of it, for the drain budget at most.  Returns what that was."""
-        withdrawn = self.node.withdrawn()
-        if withdrawn:  # a file does not say from which engine each block came
-            withdrawn |= {FROM_FILE}
-        sources = withdrawn & self._sources.keys()
+        self.withdrawn = withdrawn = self.node.withdrawn()
+        if withdrawn:  # a file does not say from which engine each block came, nor a store
+            withdrawn |= {FROM_ELSEWHERE}
+        return self._take_back(withdrawn & self._sources.keys())
+
+    def take_back_elsewhere(self) -> list[BlockName]:
+        """``take_back`` of what came from files and stores."""
+        return self._take_back({FROM_ELSEWHERE} & self._sources.keys())
+
+    def _take_back(self, sources: Collection[int]) -> list[BlockName]:
         if not sources:
             return []
         names = [name for name, kept in self._kept.items() if kept.source in sources]
@@ -301,6 +318,11 @@ class Shelf:
         """Return what is kept in these places; None if one of them is being filled."""
         names = [self._names.get(block) for block in blocks]
         return [each for each in names if each is not None] if None not in names else None
+
+    def kept(self, name: BlockName) -> tuple[BlockContent, int] | None:
+        """Return what a kept block holds, and which one it is; None if it is not kept."""
+        found = self._kept.get(name)
+        return (found.content, found.block) if found is not None else None
 
     def byte_of(self, name: BlockName) -> int:
         """Return where a kept block begins in the memory."""

@@ -158,6 +158,15 @@ EXPORTING = (
     _counter("weights_written", c.WEIGHTS_WRITTEN),
     _counter("still_mapped", c.STILL_MAPPED),
 )
+STORE = (
+    _counter("store_asked", c.STORE_ASKED),
+    _counter("store_came", c.STORE_CAME),
+    _counter("store_wait_seconds", c.STORE_WAITED_US),
+    _counter("store_fetched_blocks", c.STORE_FETCHED),
+    _counter("store_written_blocks", c.STORE_WRITTEN),
+    _counter("store_damaged_blocks", c.STORE_DAMAGED),
+    _counter("store_failed", c.STORE_FAILED),
+)
 EVENTS = (
     _counter("events_sent", c.EVENTS_SENT),
     _counter("events_lost", c.EVENTS_DROPPED),
@@ -263,6 +272,7 @@ GROUPS = {
     "Value": VALUE,
     "Copies": COPYING,
     "Sharing with others": EXPORTING,
+    "A store beyond the node": STORE,
     "Events": EVENTS,
     "Memory": MEMORY,
     "Health": HEALTH,

@@ -32,6 +32,7 @@ from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .request_import import NoRoom, RequestImport, Span, Stage, Tables, Way, loaded_blocks
 from .running_loads import RunningLoads
+from .store_fetches import StoreFetches
 from .twins import Twins
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class RequestImporter:
         self._clock, self._tracer = clock, tracer
         self.running = RunningLoads(cache, self.imports, self.peers, num_ranks, tracer)
         self.twins = Twins(self.running, cache.planner, block_size, clock)
+        self.fetches = StoreFetches(cache, block_size, clock)
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """Import into vLLM's pool, and look up what its groups need."""
@@ -158,8 +160,9 @@ class RequestImporter:
             return None
         if not self._fits(import_, self.lookups.groups.blocks_at(start) + 1, ways):
             return 0
-        if (plan := self.lookups.find(import_, start, stop)) is None:
-            return 0
+        plan = self._find(import_, start, stop)
+        if not isinstance(plan, Plan):
+            return plan
         seconds = costs.load_seconds(plan.nbytes)
         import_.way = self._way_of(request, plan, seconds)
         at_once = import_.way is Way.AT_ONCE
@@ -183,6 +186,13 @@ class RequestImporter:
         if self.room is not None:
             self.room.watch()
         return plan.length * self._block_size
+
+    def _find(self, import_: RequestImport, start: int, stop: int) -> Plan | int | None:
+        """Return a plan for what the node has, or 0; None if more is coming from a store."""
+        plan = self.lookups.find(import_, start, stop)
+        if self.fetches.awaits(import_, plan, start, stop, self.lookups.groups):
+            return None
+        return plan or 0
 
     def _holds(self, block_hash: bytes) -> bool:
         """Whether the engine has the next block itself; with several groups one block proves
@@ -402,4 +412,5 @@ class RequestImporter:
         """Forget a request that has ended; its load goes on until all ranks have reported it."""
         import_ = self.imports.pop(request_id, None)
         if import_ is not None and import_.stage is Stage.MATCHING:
+            self.fetches.drop(import_)
             self.running.tell_tracer(import_)

@@ -1,0 +1,125 @@
+"""Requests that wait for a store beyond the node: for what no engine here has, and a keeper
+fetches.
+
+::
+
+    ASKED     the keeper looks into the store; it answers within milliseconds, or not at all
+    COMING    it fetches blocks, and publishes them; the request's lookups find them as they come
+    ENDED     they are there, or the request waits no longer; it never asks again
+
+A request that waits holds no blocks, and others are scheduled meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvshm.halves import (
+    STORE_ASKED,
+    STORE_CAME,
+    STORE_WAITED_US,
+    Groups,
+    Lacking,
+    Plan,
+    SchedulerHalf,
+)
+
+from .at_once import PATIENCE
+
+if TYPE_CHECKING:
+    from .request_import import RequestImport
+
+ANSWER_SECONDS = 0.25
+"""How long an answer may take; a keeper that took longer is asked nothing for a while."""
+LATE_SECONDS = 0.1
+"""How much longer than PATIENCE times its estimate, or than computing takes, a fetch is waited for.
+"""
+LOOK_SECONDS = 0.02
+"""Between two lookups of a request that waits: with several groups each takes some time."""
+LEAST_SECONDS = 0.01
+"""What computes faster is not asked for: asking takes about a millisecond."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """What one request has asked for, and what it waits for."""
+
+    number: int
+    computing: float
+    """Seconds that computing takes what it has asked for."""
+    since: float
+    until: float
+    look_at: float = 0.0
+    length: int | None = None
+    """Hashes that the node will have; None before the answer."""
+
+
+class StoreFetches:
+    """The fetches of one engine's requests.  Scheduler's thread."""
+
+    def __init__(self, cache: SchedulerHalf, block_size: int, clock: Callable[[], float]) -> None:
+        """``block_size``: tokens per hash."""
+        self._cache = cache
+        self._asks = cache.store
+        self._block_size = block_size
+        self._clock = clock
+
+    def awaits(
+        self, import_: RequestImport, plan: Plan | None, start: int, stop: int, groups: Groups
+    ) -> bool:
+        """Whether the request is to be asked for again later, because more of its hashes ``start``
+        to ``stop`` is coming than ``plan``, which the node has."""
+        found = start if plan is None else plan.start + plan.length
+        if import_.fetch is None:
+            if found >= stop or not self._asks.possible:
+                return False
+            import_.fetch = self._ask(import_, start, found, stop, groups)
+        fetch = import_.fetch
+        return isinstance(fetch, _Fetch) and self._goes_on(import_, fetch, found)
+
+    def _ask(
+        self, import_: RequestImport, start: int, found: int, stop: int, groups: Groups
+    ) -> _Fetch | bool:
+        """Return the fetch that begins, or False if nothing is asked for."""
+        epoch = self._cache.epoch_state
+        computing = self._cache.planner.computing_seconds((stop - found) * self._block_size)
+        if epoch is None or epoch.table.in_drain or computing < LEAST_SECONDS:
+            return False
+        span = Lacking(start, found, stop)
+        hashes, fingerprint = import_.request.block_hashes, epoch.table.fingerprint
+        if (number := self._asks.ask(fingerprint, hashes, span, groups.all, computing)) is None:
+            return False
+        self._cache.count(STORE_ASKED)
+        now = self._clock()
+        return _Fetch(number, computing, now, now + ANSWER_SECONDS)
+
+    def _goes_on(self, import_: RequestImport, fetch: _Fetch, found: int) -> bool:
+        now, answer = self._clock(), self._asks.answer(fetch.number)
+        if answer is not None and fetch.length is None and answer.length:
+            fetch.length = answer.length
+            longest = min(PATIENCE * answer.seconds, fetch.computing)
+            fetch.until = now + LATE_SECONDS + longest
+        came = fetch.length is not None and found >= fetch.length
+        refused = answer is not None and not answer.length
+        if not (came or refused) and now < fetch.until:
+            if now >= fetch.look_at:
+                import_.answer, fetch.look_at = None, now + LOOK_SECONDS
+            return True
+        if answer is None:
+            self._asks.give_up()
+        self._end(import_, fetch, came, now)
+        return False
+
+    def _end(self, import_: RequestImport, fetch: _Fetch, came: bool, now: float) -> None:
+        self._asks.forget(fetch.number)
+        self._cache.count(STORE_WAITED_US, int((now - fetch.since) * 1e6))
+        if came:
+            self._cache.count(STORE_CAME)
+        import_.fetch = False
+
+    def drop(self, import_: RequestImport) -> None:
+        """The request has ended."""
+        if isinstance(import_.fetch, _Fetch):
+            self._end(import_, import_.fetch, False, self._clock())
