@@ -67,12 +67,19 @@ def lmcache_store(folder: Path, size_gb: float, chunk_size: int = 128) -> Iterat
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
     environment = {"PYTHONPATH": path, **UNTRACKED, **offline()}
     store = Store(environment, free_port(), free_port())
+    command = server_command(store, free_port(), size_gb, chunk_size)
+    with _serving(command, {**clean_environment(), **environment}, store.port):
+        yield store
+
+
+def server_command(store: Store, metrics_port: int, size_gb: float, chunk_size: int) -> list[str]:
+    """Return what starts a server that listens where ``store`` says."""
     options = {
         "host": "127.0.0.1",
         "port": store.port,
         "http-host": "127.0.0.1",
         "http-port": store.health_port,
-        "prometheus-port": free_port(),
+        "prometheus-port": metrics_port,
         "chunk-size": chunk_size,
         "l1-size-gb": f"{size_gb:g}",
         "l1-init-size-gb": f"{size_gb:g}",
@@ -80,9 +87,7 @@ def lmcache_store(folder: Path, size_gb: float, chunk_size: int = 128) -> Iterat
         "supported-transfer-mode": "auto",
     }
     command = [sys.executable, "-m", "lmcache.cli.main", "server"]
-    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    with _serving(command, {**clean_environment(), **environment}, store.port):
-        yield store
+    return command + [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
 @contextmanager
