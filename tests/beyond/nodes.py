@@ -25,6 +25,9 @@ from .store import Store
 BLOCK_BYTES = BLOCK_SIZE * 2048
 """Of the tiny model: 4 layers, keys and values, 2 heads of 64 numbers of 2 bytes."""
 
+LONGEST = 4096
+"""Tokens of a prompt with its answer."""
+
 
 @dataclass(frozen=True)
 class Attachment:
@@ -68,9 +71,9 @@ class Machine(SharedNode):
             yield
 
     def spec(self, number: int, model: Path, num_blocks: int) -> EngineSpec:
-        arguments = ()
+        arguments = EngineSpec.longest_prompt(LONGEST)
         if self.attached.transfer is not None:
-            arguments = ("--kv-transfer-config", json.dumps(self.attached.transfer))
+            arguments += ("--kv-transfer-config", json.dumps(self.attached.transfer))
         name, environment = f"{self.name}-{number}", self.attached.environment
         return EngineSpec(name, model, number, num_blocks, arguments, environment)
 
