@@ -118,17 +118,18 @@ class Nodes:
 
 @contextmanager
 def nodes(
-    way: Way, model: Path, folder: Path, *, count: int = 2, engines: int = 2, num_blocks: int = 64
+    way: Way, model: Path, folder: Path, *, engines: Sequence[int] = (2, 2), num_blocks: int = 64
 ) -> Iterator[Nodes]:
-    """Start a store and nodes that are connected to it by a way; one node after the other, because
-    engines that start need a core each."""
+    """Start a store and nodes that are connected to it by a way, each with so many ``engines``; one
+    node after the other, because engines that start need a core each."""
     switch = Network("10.211.0.254")
     switch.become_switch()
     store = Store(switch, folder)
     with ExitStack() as stack:
         stack.callback(switch.close)
         stack.enter_context(running(store.master, store.memory))
-        machines = [Machine(f"node{i}", f"10.211.0.{i}", store, way) for i in range(1, count + 1)]
-        for machine in machines:
-            stack.enter_context(machine.running(model, engines, num_blocks))
+        machines = []
+        for number, count in enumerate(engines, start=1):
+            machines.append(Machine(f"node{number}", f"10.211.0.{number}", store, way))
+            stack.enter_context(machines[-1].running(model, count, num_blocks))
         yield Nodes(store, machines)

@@ -44,7 +44,13 @@ def _beside_lmcache(machine: Machine, store: Store, settings: dict[str, str]) ->
     service = Service(
         "lmcache",
         machine.network,
-        [*command, "--l2-adapter", json.dumps(_second_tier(machine, store))],
+        [
+            *command,
+            "--l2-adapter",
+            json.dumps(_second_tier(machine, store)),
+            "--l2-prefetch-policy",
+            "retain",  # else each engine of a node fetches what another one has fetched
+        ],
         machine.run_dir / "lmcache.log",
         lambda: accepts("127.0.0.1", PORT) and accepts("127.0.0.1", HEALTH_PORT),
         {**environment, "GLOG_minloglevel": "1"},
