@@ -41,6 +41,7 @@ from kvshm._engine.marks import touching as touching
 from kvshm._engine.prefix_search import ONE_FULL_GROUP as ONE_FULL_GROUP
 from kvshm._engine.scheduler_half import SchedulerHalf as SchedulerHalf
 from kvshm._engine.store_asks import Lacking as Lacking
+from kvshm._engine.store_asks import StoreAsks as StoreAsks
 from kvshm._node.board import RankBoard as RankBoard
 from kvshm._node.leftovers import clear as clear
 from kvshm._node.protocol import RankInfo as RankInfo

@@ -97,7 +97,7 @@ def test_components_meet_only_in_the_core() -> None:
 
 HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
 IDENTITY, IMPORTS = "hooks/vllm/identity", "hooks/vllm/imports"
-CUDA, KV = "transport/cuda", "tools/kv"
+CUDA, KV, KEEPER = "transport/cuda", "tools/kv", "tools/keeper"
 TOOLS, TOP, METRICS = "tools", "tools/top", "tools/metrics"
 FOR_TESTS = {
     "pytest", "hypothesis", "unittest", *FOLDERS,
@@ -111,6 +111,7 @@ MAY_IMPORT = NOWHERE | {
     "torch": {HOOKS, VLLM, IDENTITY, TRANSFORMERS, CUDA},
     "triton": {CUDA},
     "cuda": {CUDA},
+    "mooncake": {KEEPER},
     "numpy": {KV},
     "safetensors": {KV},
     "opentelemetry": {IMPORTS},

@@ -28,6 +28,7 @@ from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
 from .prefix_search import PrefixSearch
+from .store_asks import StoreAsks
 
 log = logger(__name__)
 
@@ -76,6 +77,8 @@ class LoadPlanner:
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
+        self.store: StoreAsks
+        """Of the keeper that is the client of a store, if there is one; SchedulerHalf sets it."""
         self.leaving = False
         """Set when the engine ends: no load can succeed any more.  Any thread may set it."""
 

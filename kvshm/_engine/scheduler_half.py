@@ -106,8 +106,7 @@ class SchedulerHalf:
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         self.publisher = Publisher(self, self._client.send_events, budget, clock)
         self.planner = LoadPlanner(config, self, clock)
-        self.store = StoreAsks(run_dir, config.namespace, clock)
-        """A store beyond the node, if a keeper is its client."""
+        self.planner.store = StoreAsks(run_dir, config.namespace, clock)
         guard_forks(self)
 
     # -- epochs
@@ -216,7 +215,7 @@ class SchedulerHalf:
         dead engines, so that the last engine leaves nothing behind.  Blocks up to two seconds."""
         self.end_epoch(leaves=True)
         forget_declined(self._spec.name)
-        self.store.close()
+        self.planner.store.close()
         self._client.close(timeout=1.0)
         self._opened = None  # it refers to the rank, and so to memory
         if self._run_dir is not None:

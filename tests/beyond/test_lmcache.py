@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from completions import Result
@@ -42,10 +43,12 @@ def compute(both: Nodes, prompt: Prompt) -> Result:
     return one.ask(one.engines[0], prompt).answer
 
 
-def ask(both: Nodes, machine: Machine, engine: Engine, prompt: Prompt) -> tuple[Asked, int]:
+def ask(
+    both: Nodes, machine: Machine, engine: Engine, prompt: Prompt, **options: Any
+) -> tuple[Asked, int]:
     """Ask, and say how many blocks have come over the node's wire meanwhile."""
     with both.crossing() as crossed:
-        asked = machine.ask(engine, prompt)
+        asked = machine.ask(engine, prompt, **options)
     received = crossed[both.machines.index(machine)].received
     reported.append(
         f"{machine.attached.environment.get('KVSHM_ENABLE', 'kvshm')} {engine.spec.name}: "

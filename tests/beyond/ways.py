@@ -12,6 +12,7 @@ from lmcache_store import UNTRACKED, server_command
 from lmcache_store import Store as LMCacheServer
 from local_node import offline
 
+from ..vllm.engines import TOOL
 from .nodes import Attachment, Machine
 from .services import Service
 from .store import MOONCAKE, Store, accepts
@@ -22,6 +23,22 @@ PORT, HEALTH_PORT, METRICS_PORT = 5555, 8080, 9090
 CHUNK = 1
 """Blocks in a chunk of LMCache's."""
 BLOCK_SIZE = 128
+
+
+def keeper(machine: Machine, store: Store, memory: str = "256M") -> Attachment:
+    """A keeper on the node, as the store's one client; the engines share by kvshm alone."""
+    settings = machine.run_dir / "mooncake.json"
+    settings.write_text(json.dumps({"master_server_address": store.address}))
+    log = machine.run_dir / "keeper.log"
+    service = Service(
+        "keeper",
+        machine.network,
+        [*TOOL, "keeper", "--memory", memory, "--store", str(settings)],
+        log,
+        lambda: "connected to the store" in log.read_text(),
+        {**machine.environment, "PYTHONPATH": os.pathsep.join([*_path(), str(MOONCAKE)])},
+    )
+    return Attachment({"keeper": service})
 
 
 def lmcache(machine: Machine, store: Store) -> Attachment:

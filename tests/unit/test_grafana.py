@@ -75,7 +75,10 @@ def test_each_metric_is_shown_by_a_panel_or_not_for_a_reason() -> None:
 
 def test_the_dashboard_has_its_rows_and_each_panel_a_place_of_its_own() -> None:
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert (DASHBOARD["uid"], rows) == ("kvshm", ["Value", "Copies", "Health", "Memory"])
+    assert (DASHBOARD["uid"], rows) == (
+        "kvshm",
+        ["Value", "Copies", "Health", "Memory", "A store beyond the node"],
+    )
     assert [v["name"] for v in DASHBOARD["templating"]["list"]] == [
         "datasource", "namespace", "engine",
     ]  # fmt: skip

@@ -41,8 +41,11 @@ class Node:
         self.e, self.peer, self.desk = e, peer, desk
         self.now = 1000.0
         self.played, self.importer = Played(e), e.connector._scheduler.importer
-        asks = self.importer.fetches._asks
-        self.importer.fetches._clock = asks._clock = lambda: self.now
+        self.asks, fetches = (
+            e.connector._scheduler.cache.planner.store,
+            self.importer.lookups.fetches,
+        )
+        fetches._clock = self.asks._clock = lambda: self.now
 
     def step(self) -> Sent:
         sent = self.e.schedule()
@@ -63,8 +66,8 @@ class Node:
         """The keeper answers, and the engine has its answer."""
         route, wanted = to
         self.desk.answer(route, Coming(wanted.number, length, seconds))
-        asks, deadline = self.importer.fetches._asks, time.monotonic() + PATIENCE
-        while asks.answer(wanted.number) is None:
+        deadline = time.monotonic() + PATIENCE
+        while self.asks.answer(wanted.number) is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -235,7 +238,7 @@ def test_a_request_that_ends_while_it_waits_is_forgotten(node: Callable[..., Nod
     n.e.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     n.desk.answer(to[0], Coming(to[1].number, BLOCKS, 1.0))
     n.step()
-    assert not n.importer.fetches._asks._answers
+    assert not n.asks._answers
     assert not n.importer.imports
 
 

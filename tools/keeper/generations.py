@@ -48,7 +48,7 @@ class Generations:
     def follow(self, shelf: Shelf, now: float) -> None:
         """Take note of withdrawals here, and look for those of other nodes now and then."""
         known = self._known.setdefault(shelf.layout.fingerprint, _Known())
-        fresh = shelf.withdrawn - known.withdrawn
+        fresh = shelf.node.withdrawn() - known.withdrawn
         if fresh:
             known.withdrawn |= fresh
             known.number += 1

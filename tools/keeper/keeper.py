@@ -170,7 +170,9 @@ class Keeper:
     def _copy(self, shelf: Shelf, now: float) -> bool:
         """Begin to copy blocks, if there are some and it is time.  Whether it did."""
         most = self._pace.blocks(shelf.layout.stride, now)
-        if not most or not (names := shelf.wanted(most, self._spare(shelf, now), now)):
+        # With a store what gives way is not lost, and all that engines compute is to be in it.
+        room = self._spare(shelf, now) if self._tier is None else most
+        if not most or not (names := shelf.wanted(most, room, now)):
             return False
         blocks = self._places(shelf, len(names), now)
         begun = shelf.begin(names, blocks)

@@ -110,8 +110,6 @@ class Shelf:
         self._joined_at: float | None = None
         self._looked_again = 0.0
         self._keepers: frozenset[int] = frozenset()
-        self.withdrawn: frozenset[int] = frozenset()
-        """The epochs whose engines have withdrawn what they had published, and go on."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -280,7 +278,7 @@ class Shelf:
     def take_back(self) -> list[BlockName]:
         """Keep no more what its engine has withdrawn: it may be wrong, and other engines hear of it
         now.  Waits for readers of it, for the drain budget at most.  Returns what that was."""
-        self.withdrawn = withdrawn = self.node.withdrawn()
+        withdrawn = self.node.withdrawn()
         if withdrawn:  # a file does not say from which engine each block came, nor a store
             withdrawn |= {FROM_ELSEWHERE}
         return self._take_back(withdrawn & self._sources.keys())

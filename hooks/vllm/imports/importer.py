@@ -32,7 +32,6 @@ from .lookups import Lookups
 from .pool_room import NO_ROOM_SECONDS, PoolRoom
 from .request_import import NoRoom, RequestImport, Span, Stage, Tables, Way, loaded_blocks
 from .running_loads import RunningLoads
-from .store_fetches import StoreFetches
 from .twins import Twins
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class RequestImporter:
         self._block_size = block_size  # tokens per hash
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
-        self.lookups = Lookups(cache.planner, block_size, clock)
+        self.lookups = Lookups(cache, block_size, clock)
         self.imports: dict[str, RequestImport] = {}
         """The newest import of each request that has had one, by request."""
         self.step = _Step()
@@ -84,7 +83,6 @@ class RequestImporter:
         self._clock, self._tracer = clock, tracer
         self.running = RunningLoads(cache, self.imports, self.peers, num_ranks, tracer)
         self.twins = Twins(self.running, cache.planner, block_size, clock)
-        self.fetches = StoreFetches(cache, block_size, clock)
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """Import into vLLM's pool, and look up what its groups need."""
@@ -190,7 +188,7 @@ class RequestImporter:
     def _find(self, import_: RequestImport, start: int, stop: int) -> Plan | int | None:
         """Return a plan for what the node has, or 0; None if more is coming from a store."""
         plan = self.lookups.find(import_, start, stop)
-        if self.fetches.awaits(import_, plan, start, stop, self.lookups.groups):
+        if self.lookups.fetches.awaits(import_, plan, start, stop, self.lookups.groups):
             return None
         return plan or 0
 
@@ -411,6 +409,6 @@ class RequestImporter:
     def request_finished(self, request_id: str) -> None:
         """Forget a request that has ended; its load goes on until all ranks have reported it."""
         import_ = self.imports.pop(request_id, None)
+        self.lookups.fetches.drop(request_id)
         if import_ is not None and import_.stage is Stage.MATCHING:
-            self.fetches.drop(import_)
             self.running.tell_tracer(import_)

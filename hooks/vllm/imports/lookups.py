@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvshm.halves import ONE_FULL_GROUP, LoadPlanner, Plan
+from kvshm.halves import ONE_FULL_GROUP, Plan, SchedulerHalf
 
 from .request_import import Answer, Decision, RequestImport
+from .store_fetches import StoreFetches
 
 AGAIN_SECONDS = 0.1
 """How long, with several groups, a request that was looked up in vain is not looked up again: such
@@ -24,10 +25,11 @@ DECIDED_SECONDS = 10.0
 class Lookups:
     """The lookups of one engine's requests.  Scheduler's thread."""
 
-    def __init__(self, planner: LoadPlanner, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: SchedulerHalf, block_size: int, clock: Callable[[], float]) -> None:
         """``block_size``: tokens per hash."""
         self.groups = ONE_FULL_GROUP
-        self._planner = planner
+        self.fetches = StoreFetches(cache, block_size, clock)
+        self._planner = cache.planner
         self._block_size = block_size
         self._clock = clock
 

@@ -166,8 +166,6 @@ class RequestImport:
     waits_for: Any = None  # another request's import of the same prefix
     waits_until: float | None = None
     waits: int = 0  # for how many of them in turn, of which none has ended
-    # StoreFetches
-    fetch: Any = None
     # Lookups
     answer: Answer | None = None
     decision: Decision | None = None

@@ -24,6 +24,7 @@ from kvshm.halves import (
     Lacking,
     Plan,
     SchedulerHalf,
+    StoreAsks,
 )
 
 from .at_once import PATIENCE
@@ -54,6 +55,7 @@ class _Fetch:
     look_at: float = 0.0
     length: int | None = None
     """Hashes that the node will have; None before the answer."""
+    ended: bool = False
 
 
 class StoreFetches:
@@ -62,9 +64,10 @@ class StoreFetches:
     def __init__(self, cache: SchedulerHalf, block_size: int, clock: Callable[[], float]) -> None:
         """``block_size``: tokens per hash."""
         self._cache = cache
-        self._asks = cache.store
         self._block_size = block_size
         self._clock = clock
+        self._fetches: dict[str, _Fetch] = {}
+        """By request, until it is finished."""
 
     def awaits(
         self, import_: RequestImport, plan: Plan | None, start: int, stop: int, groups: Groups
@@ -72,31 +75,33 @@ class StoreFetches:
         """Whether the request is to be asked for again later, because more of its hashes ``start``
         to ``stop`` is coming than ``plan``, which the node has."""
         found = start if plan is None else plan.start + plan.length
-        if import_.fetch is None:
-            if found >= stop or not self._asks.possible:
-                return False
-            import_.fetch = self._ask(import_, start, found, stop, groups)
-        fetch = import_.fetch
-        return isinstance(fetch, _Fetch) and self._goes_on(import_, fetch, found)
+        fetch = self._fetches.get(import_.request_id)
+        if fetch is None and found < stop and self._store.possible:
+            fetch = self._ask(import_, Lacking(start, found, stop), groups)
+        return fetch is not None and not fetch.ended and self._goes_on(import_, fetch, found)
 
-    def _ask(
-        self, import_: RequestImport, start: int, found: int, stop: int, groups: Groups
-    ) -> _Fetch | bool:
-        """Return the fetch that begins, or False if nothing is asked for."""
-        epoch = self._cache.epoch_state
-        computing = self._cache.planner.computing_seconds((stop - found) * self._block_size)
+    @property
+    def _store(self) -> StoreAsks:
+        return self._cache.planner.store
+
+    def _ask(self, import_: RequestImport, lacking: Lacking, groups: Groups) -> _Fetch | None:
+        """Return the fetch that begins; None if nothing is asked for."""
+        epoch, planner = self._cache.epoch_state, self._cache.planner
+        computing = planner.computing_seconds((lacking.stop - lacking.found) * self._block_size)
         if epoch is None or epoch.table.in_drain or computing < LEAST_SECONDS:
-            return False
-        span = Lacking(start, found, stop)
+            return None
         hashes, fingerprint = import_.request.block_hashes, epoch.table.fingerprint
-        if (number := self._asks.ask(fingerprint, hashes, span, groups.all, computing)) is None:
-            return False
+        number = self._store.ask(fingerprint, hashes, lacking, groups.all, computing)
+        if number is None:
+            return None
         self._cache.count(STORE_ASKED)
         now = self._clock()
-        return _Fetch(number, computing, now, now + ANSWER_SECONDS)
+        fetch = _Fetch(number, computing, now, now + ANSWER_SECONDS)
+        self._fetches[import_.request_id] = fetch
+        return fetch
 
     def _goes_on(self, import_: RequestImport, fetch: _Fetch, found: int) -> bool:
-        now, answer = self._clock(), self._asks.answer(fetch.number)
+        now, answer = self._clock(), self._store.answer(fetch.number)
         if answer is not None and fetch.length is None and answer.length:
             fetch.length = answer.length
             longest = min(PATIENCE * answer.seconds, fetch.computing)
@@ -108,18 +113,18 @@ class StoreFetches:
                 import_.answer, fetch.look_at = None, now + LOOK_SECONDS
             return True
         if answer is None:
-            self._asks.give_up()
-        self._end(import_, fetch, came, now)
+            self._store.give_up()
+        self._end(fetch, came, now)
         return False
 
-    def _end(self, import_: RequestImport, fetch: _Fetch, came: bool, now: float) -> None:
-        self._asks.forget(fetch.number)
+    def _end(self, fetch: _Fetch, came: bool, now: float) -> None:
+        fetch.ended = True
+        self._store.forget(fetch.number)
         self._cache.count(STORE_WAITED_US, int((now - fetch.since) * 1e6))
         if came:
             self._cache.count(STORE_CAME)
-        import_.fetch = False
 
-    def drop(self, import_: RequestImport) -> None:
-        """The request has ended."""
-        if isinstance(import_.fetch, _Fetch):
-            self._end(import_, import_.fetch, False, self._clock())
+    def drop(self, request_id: str) -> None:
+        """The request is finished."""
+        if (fetch := self._fetches.pop(request_id, None)) is not None and not fetch.ended:
+            self._end(fetch, False, self._clock())

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Start a Mooncake Store on this machine: its master, and a process that gives the store memory.
+#
+#     store.sh ADDRESS SIZE
+#
+# ADDRESS: of this machine, as the nodes reach it.  SIZE: bytes of memory, as 64GB.  Needs
+# mooncake_master and mooncake_client on the PATH (pip install mooncake-transfer-engine, or
+# mooncake-transfer-engine-non-cuda on a machine without CUDA).  Ends both with Ctrl-C or SIGTERM.
+set -euo pipefail
+[[ $# -eq 2 ]] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+address=$1 size=$2
+
+# The port that nodes are given, and one of the master's for people and Prometheus.
+master_port=${MASTER_PORT:-50051} metrics_port=${METRICS_PORT:-9003}
+
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
+trap exit INT TERM
+
+mooncake_master --rpc_address="$address" --rpc_port="$master_port" \
+    --metrics_host="$address" --metrics_port="$metrics_port" --logtostderr &
+pids+=($!)
+until (: </dev/tcp/"$address"/"$master_port") 2>/dev/null; do
+    kill -0 "${pids[0]}" || exit 1
+    sleep 0.2
+done
+
+# P2PHANDSHAKE: clients find each other without a metadata service.
+mooncake_client --host="$address" --master_server_address="$address:$master_port" \
+    --metadata_server=P2PHANDSHAKE --protocol=tcp --global_segment_size="$size" --logtostderr &
+pids+=($!)
+echo "store at $address:$master_port"
+wait -n # whichever ends first takes the other with it
