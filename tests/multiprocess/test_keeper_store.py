@@ -62,7 +62,7 @@ class World:
 
     def wait_for_written(self, keys: Sequence[bytes], group: int = 0) -> None:
         def written() -> bool:
-            put = {key for call in self.calls("put") for key in call[1:]}
+            put = {k for call in self.calls("put") for k in call[1:] if self.store.path(k).exists()}
             ends = {key.rpartition("/")[2] for key in put if key.split("/")[-2] == str(group)}
             return {key.hex() for key in keys} <= ends
 
