@@ -14,6 +14,7 @@ from sharing_node import BLOCK_SIZE
 from ..vllm.engines import PATIENCE_S, reported
 from ..vllm.oracle import Prompt, random_prompt
 from .nodes import BLOCK_BYTES, Asked, Machine, Nodes, Way, nodes
+from .services import Service
 from .ways import kvshm_and_lmcache, lmcache
 
 pytestmark = [pytest.mark.vllm, pytest.mark.beyond, pytest.mark.timeout(1800)]
@@ -92,12 +93,20 @@ def test_what_no_engine_has_comes_back_from_the_store(both: Nodes) -> None:
 
 @pytest.mark.parametrize("lost", ["memory", "master"])
 def test_without_a_part_of_the_store_prompts_are_computed(both: Nodes, lost: str) -> None:
-    """And with it again, prompts cross again."""
-    two, prompt = both.machines[1], random_prompt(4 + (lost == "master"), LENGTH)
+    """And once it is back, they cross again."""
+    (one, two), seed = both.machines, 1000 * (1 + (lost == "master"))
+    prompt = random_prompt(seed, LENGTH)
     local_hit = compute(both, prompt)
-    service = getattr(both.store, lost)
+    service: Service = getattr(both.store, lost)
     service.kill()
     asked, crossed = ask(both, two, two.engines[0], prompt)
     assert (asked.tokens.imported, crossed) == (0, 0)
     assert asked.answer.tokens == local_hit.tokens
     service.start()
+    for _ in wait_until("prompts cross again", PATIENCE_S, interval=1):
+        seed += 1
+        computed = one.ask(one.engines[0], random_prompt(seed, LENGTH)).answer
+        asked, crossed = ask(both, two, two.engines[0], random_prompt(seed, LENGTH))
+        assert asked.answer.tokens == computed.tokens
+        if asked.tokens.imported == crossed * BLOCK_SIZE > 0:
+            break
