@@ -133,7 +133,9 @@ class Engine:
         self.port = free_port()
         self.log_path = log_path
         here = {**offline(), **sampler()} if spec.cache_bytes else machine(spec.core)
-        server = {**here, "VLLM_SERVER_DEV_MODE": "1"}
+        # vLLM renames its processes, over the environment by which the reaper knows them.
+        named = {"SPT_NOENV": "1"}
+        server = {**here, **named, "VLLM_SERVER_DEV_MODE": "1"}
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 spec.command(self.port),

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+import reaper
 from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
@@ -44,6 +45,13 @@ def uneven(model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
         )
         node.wait_joined(*engines)
         yield Pair(node, *engines)
+
+
+def test_whatever_ends_this_process_ends_all_of_an_engine(uneven: Pair) -> None:
+    """The reaper knows processes by a mark in their environment, which a new name may overwrite."""
+    for engine in (uneven.a, uneven.b):
+        for pid in engine.processes():
+            assert f"\0{reaper.MARK}=" in "\0" + Path(f"/proc/{pid}/environ").read_text()
 
 
 def test_imports_equal_local_hits_bit_for_bit(uneven: Pair) -> None:
