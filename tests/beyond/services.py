@@ -47,7 +47,7 @@ class Service:
                 if self.process.poll() is not None:
                     raise RuntimeError(f"{self.name} has ended:\n{self.said()}")
 
-    def end(self, number: int = signal.SIGINT) -> None:
+    def end(self, number: int = signal.SIGTERM) -> None:
         """End it by a signal, and make sure that it has ended."""
         assert self.process is not None, f"{self.name} was not started"
         self.process.send_signal(signal.SIGCONT)

@@ -57,6 +57,11 @@ class Store:
         """How many objects lie in the store, copies of an object not counted."""
         return self.metric("master_key_count")
 
+    def stored(self) -> int:
+        """How many objects were stored since the master started, lost and evicted ones included;
+        one that is there already is not stored again."""
+        return self.metric("master_batch_put_end_items_total")
+
     def metric(self, name: str) -> int:
         url = f"http://{self.network.address}:{METRICS_PORT}/metrics"
         with self.network.entered(), urllib.request.urlopen(url, timeout=10) as answer:

@@ -36,10 +36,10 @@ def both(
 def compute(both: Nodes, prompt: Prompt) -> Result:
     """Have an engine of the first node compute a prompt, until the store has it; returns the answer
     of a local hit."""
-    one, before = both.machines[0], both.store.keys()
+    one, before = both.machines[0], both.store.stored()
     one.ask(one.engines[0], prompt)
     for _ in wait_until("the store has the prompt", PATIENCE_S):
-        if both.store.keys() - before >= len(prompt) // BLOCK_SIZE:
+        if both.store.stored() - before >= len(prompt) // BLOCK_SIZE:
             break
     return one.ask(one.engines[0], prompt).answer
 
@@ -63,13 +63,13 @@ def test_a_prefix_crosses_once_for_all_engines_of_a_node(both: Nodes) -> None:
     computed, or copied, by engines with equal weights, and LMCache's are not among them."""
     two, prompt = both.machines[1], random_prompt(1, LENGTH)
     local_hit = compute(both, prompt)
-    stored = both.store.keys()
+    stored = both.store.stored()
     for engine, blocks in zip(two.engines, (BLOCKS, 0), strict=True):
         asked, crossed = ask(both, two, engine, prompt)
         assert asked.tokens.imported == BLOCKS * BLOCK_SIZE
         assert crossed == blocks
         assert asked.answer == local_hit
-    assert both.store.keys() == stored
+    assert both.store.stored() == stored
 
 
 def test_a_prefix_that_a_neighbour_has_does_not_cross(both: Nodes) -> None:
