@@ -26,6 +26,7 @@ class Store:
 
     def __init__(self, network: Network, folder: Path, size_gb: float = 1) -> None:
         self.network = network
+        self.size = round(size_gb * 2**30)
         self.master = self._program(
             "mooncake_master",
             MASTER_PORT,
@@ -44,7 +45,7 @@ class Store:
             port=MEMORY_PORT,
             master_server_address=self.address,
             metadata_server="P2PHANDSHAKE",
-            global_segment_size=round(size_gb * 2**30),
+            global_segment_size=self.size,
             protocol="tcp",
         )
 
