@@ -86,6 +86,13 @@ class HookLine(LogLine):
         "request](configuration.md#per-request)); one a minute is logged, `bad_options` "
         "counts all",
     )
+    BAD_RECEIPT = (
+        WARNING,
+        "receipt ignored: %s",
+        "have the proxy pass on `after` of the first engine's answer unchanged ([per "
+        "request](configuration.md#per-request)); until then a request may be computed whose "
+        "blocks another engine has just published",
+    )
     LOADS_LOST = (
         WARNING,
         "loads lost: %d; no rank reported their end, and they are computed",

@@ -7,6 +7,7 @@ SchedulerHalf        in the scheduler's process: epochs, ``publisher``, ``planne
 RankHalf, open_rank  in each rank's process: exports the rank's KV cache, carries out LoadOrders
 Marks, Run, ...      what is known of the contents of each own block, for an engine that, as vLLM,
                      hashes blocks before it has computed them
+Receipt              of what an engine shows: another one waits until it has heard of it
 RankBoard            on which ranks of several engines show a digest each, if each computes with
                      what the others hold
 Group, Groups, Part  KV cache groups, and the blocks a prefix needs of each
@@ -46,6 +47,7 @@ from kvshm._node.board import RankBoard as RankBoard
 from kvshm._node.leftovers import clear as clear
 from kvshm._node.protocol import RankInfo as RankInfo
 from kvshm._node.protocol import abi as abi
+from kvshm._node.receipt import Receipt as Receipt
 from kvshm._rank.opening import open_rank as open_rank
 from kvshm._rank.rank_half import POLL_SECONDS as POLL_SECONDS
 from kvshm._rank.rank_half import RankHalf as RankHalf

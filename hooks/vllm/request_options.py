@@ -1,7 +1,8 @@
 """What a request asks of kvshm, and which requests may share their blocks.
 
 A client asks with ``kv_transfer_params={"kvshm": {"share": false, "report": true}}``.  A request
-with an unknown option is not shared: its client may have meant ``share: false``.
+with an unknown option is not shared: its client may have meant ``share: false``.  A receipt that
+cannot be read is only ignored: programs write it, and nothing is waited for then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvshm._base.log import LogLimit, logger
 from kvshm.config import Share
-from kvshm.halves import BAD_OPTIONS, SchedulerHalf
+from kvshm.halves import BAD_OPTIONS, Receipt, SchedulerHalf
 
 from ..log_lines import HookLine
 
@@ -31,7 +32,9 @@ MOST_LISTED, MOST_LOOKED_THROUGH = 16, 64
 """Of a list in it, and of all lists together."""
 OPTIONS = ("share", "report")
 """Both are true or false."""
-ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
+AFTER = "after"
+"""A receipt, in an answer and in the next engine's request."""
+ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers", AFTER)
 """Further keys of kvshm's answers, which routers send on as the next request's options."""
 
 
@@ -47,7 +50,9 @@ class Options(NamedTuple):
 
     share: bool = True
     report: bool = False  # where the prompt's tokens came from, in the answer
-    mistake: Mistake | None = None  # what cannot be understood; then ``share`` is false
+    mistake: Mistake | None = None
+    """What cannot be understood; then ``share`` is false, unless it is the receipt."""
+    after: Receipt | None = None  # what this engine has to have heard of before it looks it up
 
 
 _NOTHING_ASKED = Options()
@@ -87,7 +92,9 @@ def _read(own: object) -> Options:
     for option, value in own.items():
         if option not in ANSWERED and (option not in OPTIONS or not isinstance(value, bool)):
             return _refused(option, value)
-    return Options(own.get("share", True), own.get("report", False))
+    after = Receipt.read(text := own.get(AFTER))
+    mistake = Mistake(AFTER, text) if text is not None and after is None else None
+    return Options(own.get("share", True), own.get("report", False), mistake, after)
 
 
 def _holds_options(value: object) -> bool:
@@ -161,8 +168,9 @@ class OptionChecks:
         if mistake is None:
             return
         self._cache.count(BAD_OPTIONS)
-        if self._log_limit.allows(HookLine.BAD_OPTION):
-            log.line(HookLine.BAD_OPTION, explain(mistake))
+        line = HookLine.BAD_RECEIPT if mistake.option == AFTER else HookLine.BAD_OPTION
+        if self._log_limit.allows(line):
+            log.line(line, explain(mistake))
 
 
 def explain(mistake: Mistake) -> str:
@@ -173,6 +181,8 @@ def explain(mistake: Mistake) -> str:
         return f"{shown} stands beside {KVSHM}, not in it"
     if option in OPTIONS:
         return f"{shown} is neither true nor false"
+    if option == AFTER:
+        return f"{shown} is not what an answer has there"
     if option == ALL and isinstance(value, dict):
         return f"{option} has more than {MOST_KEYS} keys"
     if option in (KVSHM, ALL):
@@ -180,8 +190,10 @@ def explain(mistake: Mistake) -> str:
     listed = [item for _, item in _listed({option: value})]
     if not _means_kvshm(_text(option)) and any(map(_holds_options, (value, *listed))):
         return f"{shown} holds what belongs into {ALL}[{KVSHM!r}]"
-    nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, (*OPTIONS, KVSHM), 0.6)
-    remedy = f"did you mean {nearest}?" if nearest else f"there are {' and '.join(OPTIONS)}"
+    known = (*OPTIONS, AFTER, KVSHM)
+    nearest = KVSHM if KVSHM in _letters(option) else _nearest(option, known, 0.6)
+    there_are = f"there are {', '.join(OPTIONS)} and {AFTER}"
+    remedy = f"did you mean {nearest}?" if nearest else there_are
     return f"{shown} is not an option of kvshm; {remedy}"
 
 

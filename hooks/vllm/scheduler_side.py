@@ -214,7 +214,7 @@ class SchedulerSide:
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
-        return self.prompts.finished(request)
+        return self.prompts.finished(request, self.tracker)
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """vLLM has allocated blocks, some of them for what ``match`` has found."""

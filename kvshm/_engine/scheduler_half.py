@@ -22,13 +22,14 @@ from pathlib import Path
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.declined import declined_now, forget_declined, record_declined
 from kvshm._base.forks import guard_forks
-from kvshm._base.ids import Epoch
+from kvshm._base.ids import BlockId, Epoch
 from kvshm._base.log import engine_name, logger
 from kvshm._base.rundir import start_command, tables_socket
 from kvshm._base.timing import RetryPause
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
+from kvshm._node.receipt import Receipt
 from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.fds import is_served
 from kvshm._shm.own_slot_table import OwnSlotTable
@@ -266,6 +267,24 @@ class SchedulerHalf:
             if state is not None:
                 forget_declined(self._spec.name)
             return state
+
+    # -- receipts
+
+    def receipt(self, block: BlockId) -> Receipt | None:
+        """Return what lets another engine wait until it has heard of ``block`` and all before it,
+        which is published or will be without a change of its contents; None without an epoch, or
+        if no events are sent.  Those of what is published next leave without delay."""
+        if (state := self.epoch_state) is None or not self._client.is_member:
+            return None
+        self._client.send_soon()
+        generation = state.table.slot(block).generation
+        return Receipt(Epoch(state.table.epoch), block, generation)
+
+    def is_to_hear(self, receipt: Receipt) -> bool:
+        """Whether what this receipt stands for is still to be heard of: no, if this engine cannot
+        use it or nobody would tell."""
+        state = self.epoch_state
+        return state is not None and self._client.is_member and state.peers.is_to_hear(receipt)
 
     # -- counters and errors in the own slot table
 

@@ -59,7 +59,6 @@ class CoordinatorClient:
     ) -> None:
         """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""
         self._timing = timing
-        self._later_us = round(timing.send_delay_seconds * 1e6)
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
         timers = _open_timers()
@@ -68,6 +67,8 @@ class CoordinatorClient:
         ``leave`` or ``rejoin`` of another thread."""
         self._close_timers = weakref.finalize(self, close_all, timers)
         self._close_timers.atexit = False
+        self._send_soon = False
+        """Whether the next events are not to wait for later ones."""
         self._will_wake = False
         """Whether the client's thread will wake up and read the outbox."""
         self._closing = threading.Event()
@@ -99,17 +100,25 @@ class CoordinatorClient:
         if len(self._outbox) >= MAX_QUEUED:
             self._overflows += 1
             return
-        self._put(records, self._later_us)
+        soon, self._send_soon = self._send_soon, False
+        self._put(records, at_once=soon)
+
+    def send_soon(self) -> None:
+        """Send the events that are queued, and the next batch, without waiting for more of them:
+        another engine waits for these.  The thread that calls ``send_events``."""
+        self._send_soon = True
+        if self._outbox:
+            self._wake(at_once=True)
 
     def rejoin(self) -> None:
         """The engine's cache has begun a new epoch: leave with the old epoch and join with the
         description that ``describe`` returns now.  Events queued before belong to the old epoch."""
-        self._put(None, 0)
+        self._put(None, at_once=True)
 
     def leave(self, timeout: float = 0.0) -> None:
         """Leave the node and end the thread; waits at most ``timeout`` seconds.  Idempotent."""
         self._closing.set()
-        self._wake(0)
+        self._wake(at_once=True)
         thread = self._thread
         if timeout and thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -128,17 +137,18 @@ class CoordinatorClient:
         """Whether the coordinator has this engine in its roster, as far as known."""
         return self._session is not None and self._session.is_member
 
-    def _put(self, item: bytes | None, microseconds: int) -> None:
+    def _put(self, item: bytes | None, at_once: bool) -> None:
         if self._usable and not self._closing.is_set():
             self._outbox.append(item)
-            if not self._will_wake or not microseconds:
-                self._wake(microseconds)
+            if at_once or not self._will_wake:
+                self._wake(at_once)
 
-    def _wake(self, microseconds: int) -> None:
+    def _wake(self, at_once: bool) -> None:
         if not self._usable:
             return
         self._will_wake = True
-        _native.wake(self._wake_later if microseconds else self._wake_now, microseconds)
+        later_us = round(self._timing.send_delay_seconds * 1e6)
+        _native.wake(*(self._wake_now, 0) if at_once else (self._wake_later, later_us))
 
     def forget_in_child(self) -> None:
         """Drop the sockets and the thread, which belong to the parent (kvshm/_base/forks.py)."""

@@ -36,6 +36,7 @@ from .attach_queue import AttachQueue
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
+from .receipt import Receipt
 from .scan_queue import ScanQueue
 from .segment_server import SegmentClient
 
@@ -271,6 +272,14 @@ class Peers:
         if len(ready) == len(view.rows):
             return view.tables
         return {row: table for row, table in view.tables.items() if row in ready}
+
+    def is_to_hear(self, receipt: Receipt) -> bool:
+        """Whether the receipt is of a peer that ``lookup`` may name, and its event has yet to be
+        applied."""
+        peer = self._find(receipt.epoch)
+        if peer is None or not self.may_use(peer) or receipt.block >= peer.info.num_blocks:
+            return False
+        return not self.replica.has_heard(peer.row, receipt.block, receipt.generation)
 
     def name_of(self, epoch: int) -> str:
         """The name of an engine, empty if it is not a peer (any more)."""

@@ -43,7 +43,7 @@ from kvshm._shm.layout import (
 from kvshm._shm.segment import INDEX_KIND, Header, Segment, SegmentName, write_header
 from kvshm.errors import IndexFull, KvshmError, SegmentError
 
-from .index_layout import ROW_NAME_BYTES, ROW_STRUCT
+from .index_layout import ROW_NAME_BYTES, ROW_STRUCT, TOMBSTONE_STRUCT
 from .index_reader import ReplicaReader
 
 log = logger(__name__)
@@ -194,6 +194,17 @@ class Replica(ReplicaReader):
             heard = self._tombstones.get(row, b"")
             _check_memory(self.name, len(heard) * _SCANNED_BYTES, "a scan of a table")
             return bytes(heard)
+
+    def has_heard(self, row: int, block: int, generation: int) -> bool:
+        """Whether a block's publication at ``generation``, or something later of that block, has
+        been applied.  False for a block or a row that does not exist.  Takes no lock: the answer
+        may be a moment old.  Any thread."""
+        heard, offset = self._tombstones.get(row, b""), block * TOMBSTONE_BYTES
+        if not 0 <= offset < len(heard):
+            return False
+        _, kind, known = TOMBSTONE_STRUCT.unpack_from(heard, offset)
+        ahead = (known - generation) % (1 << 32)  # generations wrap, as is_news of replica.c knows
+        return bool(kind) and ahead < 1 << 31
 
     def resync(self, row: int, before: bytes, scanned: bytes) -> ApplyResult:
         """Make a row agree with a scan of its engine's table.  A block that is published in

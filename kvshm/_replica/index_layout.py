@@ -16,14 +16,18 @@ from kvshm._shm.layout import (
     NUM_ROWS,
     ROW_BYTES,
     ROWS_OFFSET,
+    TOMBSTONE_BYTES,
     RowState,
 )
 
 ROW_NAME_BYTES = 32
 ROW_STRUCT = struct.Struct(f"<QIIQI4x{ROW_NAME_BYTES}s")
 ENTRY_STRUCT = struct.Struct("<QIIII")
+TOMBSTONE_STRUCT = struct.Struct("<QII")
+"""Tag, kind of the last record (0: none was heard), generation; repeats tombstone of replica.c."""
 assert ROW_STRUCT.size == ROW_BYTES
 assert ENTRY_STRUCT.size == ENTRY_BYTES
+assert TOMBSTONE_STRUCT.size == TOMBSTONE_BYTES
 
 _ENTRIES_AT_ONCE = 4096
 _TAKEN = frozenset(RowState) - {RowState.FREE}

@@ -108,6 +108,27 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     client.close()
 
 
+def test_events_for_which_another_engine_waits_do_not_wait_for_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr("kvshm._native.wake", lambda fd, microseconds: woken.append(microseconds))
+    monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
+    client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
+    session = Listened()
+    client._session = session  # type: ignore[assignment]  # what of it is used
+    client.send_soon()  # nothing is there yet
+    client.send_events(b"a")
+    client.send_events(b"b")  # the thread is about to wake up, and takes this along
+    assert woken == [0]
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    assert session.sent == [b"ab"]
+    client.send_events(b"c")
+    client.send_soon()  # now something waits
+    assert woken == [0, LATER, 0]
+    client.close()
+
+
 @pytest.mark.parametrize("urgent", [CoordinatorClient.leave, CoordinatorClient.rejoin])
 def test_a_batch_does_not_put_off_an_engine_that_leaves_or_rejoins(
     urgent: Callable[[CoordinatorClient], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

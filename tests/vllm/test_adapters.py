@@ -383,7 +383,7 @@ def test_what_was_found_for_other_hashes_is_not_taken() -> None:
         return plan_of(1, 0, ())
 
     planner: Any = SimpleNamespace(lookup=lookup, common_prefix=0, is_current=lambda plan: True)
-    lookups = Lookups(planner, BLOCK_SIZE, lambda: 0.0)
+    lookups = Lookups(SimpleNamespace(planner=planner), BLOCK_SIZE, lambda: 0.0)
     lookups.groups = Groups([Group(0, BLOCK_SIZE), Group(1, BLOCK_SIZE, window=32)])
     request = SimpleNamespace(block_hashes=[b"1", b"2"])
     import_ = RequestImport(request)

@@ -13,12 +13,15 @@ pytest.importorskip("vllm")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvshm._base.ids import BlockId, Epoch, Generation
+from kvshm._node.receipt import Receipt
 from kvshm._shm.statistics import BAD_OPTIONS
 from kvshm.config import Share
 from kvshm.hooks.vllm import request_options as request_options_module
 from kvshm.hooks.vllm.request_options import (
     ANSWERED,
     OPTIONS,
+    Mistake,
     Options,
     explain,
     may_share,
@@ -40,6 +43,8 @@ def request(params: Any, extra: Any = None) -> Any:
     )
 
 
+ANSWER = {name: 3 for name in ANSWERED if name != "after"}
+RECEIPT = Receipt(Epoch(7), BlockId(17), Generation(3))
 UNDERSTOOD: list[tuple[Any, Options]] = [
     (None, Options()),
     ({}, Options()),
@@ -48,7 +53,14 @@ UNDERSTOOD: list[tuple[Any, Options]] = [
     ({"kvshm": {"share": False}}, Options(share=False)),
     ({"kvshm": {"report": True}}, Options(report=True)),
     ({"kvshm": {"report": True, "share": False}}, Options(share=False, report=True)),
-    ({"kvshm": {**dict.fromkeys(ANSWERED, 3), "share": False}}, Options(share=False)),
+    ({"kvshm": {**ANSWER, "share": False}}, Options(share=False)),
+    ({"kvshm": {**ANSWER, "after": str(RECEIPT)}}, Options(after=RECEIPT)),
+    ({"kvshm": {"after": None}}, Options()),
+    ({"kvshm": {"after": 3}}, Options(mistake=Mistake("after", 3))),
+    (
+        {"kvshm": {"after": "3", "share": False}},
+        Options(share=False, mistake=Mistake("after", "3")),
+    ),
     ({"do_remote_prefill": True, "tp_size": 2, "remote_host": "h"}, Options()),
     ({"other": {"share": False, "lease": 3}, "more": {}, "ids": [1, {}, "kvshm"]}, Options()),
 ]
@@ -72,7 +84,11 @@ MISTAKES = [
     ({"kvshm": {"sahre": False}}, "'sahre': False is not an option of kvshm; did you mean share?"),
     ({"kvshm": {"Share": False}}, "'Share': False is not an option of kvshm; did you mean share?"),
     ({"kvshm": {"reprot": 1}}, "'reprot': 1 is not an option of kvshm; did you mean report?"),
-    ({"kvshm": {"x": [1]}}, "'x': [1] is not an option of kvshm; there are share and report"),
+    (
+        {"kvshm": {"x": [1]}},
+        "'x': [1] is not an option of kvshm; there are share, report and after",
+    ),
+    ({"kvshm": {"aftr": ""}}, "'aftr': '' is not an option of kvshm; did you mean after?"),
     ({"kvshm": {"share": 0}}, "'share': 0 is neither true nor false"),
     ({"kvshm": {"share": "false"}}, "'share': 'false' is neither true nor false"),
     ({"kvshm": {"share": None}}, "'share': None is neither true nor false"),
@@ -149,7 +165,7 @@ def test_whatever_clients_send_is_shared_only_if_it_is_understood(params: Any) -
     asked = options_of(request(params))
     own = params.get("kvshm", {}) if isinstance(params, dict) else {}
     if asked.share:
-        assert asked.mistake is None
+        assert asked.mistake is None or asked.mistake.option == "after"
         assert isinstance(own, dict)
         assert own.get("share", True) is True
         assert set(own) <= {*OPTIONS, *ANSWERED}

@@ -104,6 +104,23 @@ class BlockTracker:
         """Forget a request that has ended.  Its computed blocks stay published."""
         self._requests.pop(request_id, None)
 
+    def last_of_prompt(self, request: Any) -> BlockId | None:
+        """The block of a request's prompt that is published last: it is already, or will be once
+        the output of its step is handled.  None if the prompt has none to show."""
+        if not self.expecting or not self._may_share(request):
+            return None
+        tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        ends: list[tuple[int, int, Any]] = []
+        for group, tables in self._tables:
+            table, count = tables.get(request.request_id, ()), tokens // group.block_size
+            # A state may stand anywhere, and is published with the blocks of its step.
+            if 0 < count <= len(table) and not group.state:
+                ends.append((count * group.block_size, group.number, table[count - 1]))
+        block = max(ends)[2] if ends else self._pool.null_block
+        if block is self._pool.null_block or not self._marks.sound([block], 1):
+            return None
+        return BlockId(block.block_id)
+
     # -- changes, before the step that makes them is dispatched
 
     def blocks_change(self, blocks: Sequence[BlockId]) -> None:

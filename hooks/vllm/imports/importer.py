@@ -95,7 +95,8 @@ class RequestImporter:
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Return how many tokens beyond the local hit can be imported.  None: ask again, because
-        the same prefix is being imported, or this step begins enough copies already."""
+        the same prefix is being imported, another engine's events are on their way, or this step
+        begins enough copies already."""
         if (tracer := self._tracer) is None or not request.trace_headers:
             return self._match(request, num_local_tokens)
         start = tracer.now()
@@ -118,6 +119,8 @@ class RequestImporter:
         if (reason := self._why_not(import_, start, stop)) is not None:
             self._cache.count(reason)
             return 0
+        if request.kv_transfer_params is not None and self.lookups.receipts.wait_for(import_):
+            return None
         return self._match_blocks(import_, start, stop)
 
     def _matching(self, request: Any) -> RequestImport:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvshm.halves import ONE_FULL_GROUP, Plan, SchedulerHalf
 
+from .receipts import Receipts
 from .request_import import Answer, Decision, RequestImport
 from .store_fetches import StoreFetches
 
@@ -28,6 +29,7 @@ class Lookups:
     def __init__(self, cache: SchedulerHalf, block_size: int, clock: Callable[[], float]) -> None:
         """``block_size``: tokens per hash."""
         self.groups = ONE_FULL_GROUP
+        self.receipts = Receipts(cache, clock)
         self.fetches = StoreFetches(cache, block_size, clock)
         self._planner = cache.planner
         self._block_size = block_size

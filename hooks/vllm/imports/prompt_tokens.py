@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvshm.halves import (
     PROMPT_TOKENS_COMPUTED,
@@ -17,8 +17,11 @@ from kvshm.halves import (
     SchedulerHalf,
 )
 
-from ..request_options import KVSHM, options_of
+from ..request_options import AFTER, KVSHM, options_of
 from .request_import import RequestImport
+
+if TYPE_CHECKING:
+    from ..exports.block_tracker import BlockTracker
 
 
 @dataclass(slots=True)
@@ -101,8 +104,9 @@ class PromptTokens:
             first.sources.computed += first.external
         self._count(first.sources)
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """Return what the answer of a request that has ended is to contain, if it has asked."""
+    def finished(self, request: Any, tracker: BlockTracker | None) -> dict[str, Any] | None:
+        """Return what the answer of a request that has ended is to contain, if it has asked.
+        ``tracker``: of the engine's blocks, if it shows them."""
         if (sources := self._reports.pop(request.request_id, None)) is None:
             return None
         report: dict[str, Any] = {
@@ -113,6 +117,9 @@ class PromptTokens:
         }
         if sources.peers:
             report["peers"] = sources.peers
+        block = tracker.last_of_prompt(request) if tracker is not None else None
+        if block is not None and (receipt := self._cache.receipt(block)) is not None:
+            report[AFTER] = str(receipt)
         # Routers send this on to the next engine, instead of what the client has asked.
         if not options_of(request).share:
             report["share"] = False

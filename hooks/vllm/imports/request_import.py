@@ -162,8 +162,8 @@ class RequestImport:
     way: Way = Way.ASYNCHRONOUS
     load: Load = field(init=False)  # from ALLOCATED on
     no_room: NoRoom | None = None
-    # Twins
-    waits_for: Any = None  # another request's import of the same prefix
+    # Receipts and Twins, one after the other
+    waits_for: Any = None  # a receipt, or another request's import of the same prefix
     waits_until: float | None = None
     waits: int = 0  # for how many of them in turn, of which none has ended
     # Lookups
