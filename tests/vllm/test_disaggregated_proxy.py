@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer, unused_port
+from disaggregated_prefill import proxy
 from disaggregated_prefill.proxy import ONE_TOKEN, REST_SECONDS, Engines, Proxy, application
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -36,6 +38,7 @@ class Played:
         app = web.Application()
         for path in (CHAT, COMPLETION):
             app.router.add_post(path, self._asked)
+        app.router.add_get("/health", self._is_well)
         self.server = TestServer(app, handler_cancellation=True)
 
     async def _asked(self, request: web.Request) -> web.StreamResponse:
@@ -47,6 +50,9 @@ class Played:
         except asyncio.CancelledError:
             self.aborted.set()
             raise
+
+    async def _is_well(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     @property
     def url(self) -> str:
@@ -116,14 +122,13 @@ async def node(
             await engine.server.start_server()
             stack.push_async_callback(engine.server.close)
         gone = [f"http://127.0.0.1:{unused_port()}" for _ in range(dead)]
-        proxy = Proxy(
-            Engines([*gone, *(e.url for e in prefill)]), Engines([e.url for e in decode]), seconds
-        )
-        server = TestServer(application(proxy), handler_cancellation=True)
+        urls = [*gone, *(e.url for e in prefill)]
+        made = Proxy(Engines(urls), Engines([e.url for e in decode]), seconds)
+        server = TestServer(application(made), handler_cancellation=True)
         await server.start_server()
         stack.push_async_callback(server.close)
         client = await stack.enter_async_context(ClientSession())
-        yield Node(proxy, client, str(server.make_url("")).rstrip("/"))
+        yield Node(made, client, str(server.make_url("")).rstrip("/"))
 
 
 def run(test: Awaitable[None]) -> None:
@@ -251,6 +256,15 @@ def test_without_a_decode_engine_there_is_a_clear_error() -> None:
     run(test())
 
 
+def test_if_all_decode_engines_have_failed_they_are_asked_all_the_same() -> None:
+    async def test() -> None:
+        async with node([Played(computes)], [Played(decodes)]) as n:
+            n.proxy.decode.failed(n.proxy.decode.all[0], OSError("gone, and back"))
+            assert (await n.ask({"prompt": "x"}))[0] == 200
+
+    run(test())
+
+
 def test_a_decode_engine_that_cannot_be_reached_is_replaced_by_another() -> None:
     async def test() -> None:
         gone, d = Played(decodes), Played(decodes)
@@ -292,6 +306,38 @@ def test_a_client_that_goes_aborts_its_request(p: Answer, d: Answer) -> None:
         assert bool(decode.asked) is (waits is decode)
 
     run(test())
+
+
+@pytest.mark.multiprocess
+def test_the_program_passes_on_and_aborts_as_well() -> None:
+    async def test() -> None:
+        p, d = Played(computes), Played(begins)
+        async with node([p], [d]) as n:
+            url = f"http://127.0.0.1:{(port := unused_port())}"
+            program = (sys.executable, proxy.__file__, "--port", str(port))
+            process = await asyncio.create_subprocess_exec(
+                *program, "--prefill", p.url, "--decode", d.url
+            )
+            try:
+                while not await is_well(n._client, url + "/health"):
+                    assert process.returncode is None
+                    await asyncio.sleep(0.05)
+                async with n._client.post(url + COMPLETION, json={"prompt": "x"}) as answer:
+                    assert await answer.content.readline() == b"data: {}\n"
+                await d.aborted.wait()
+            finally:
+                process.terminate()
+                await process.wait()
+
+    run(test())
+
+
+async def is_well(client: ClientSession, url: str) -> bool:
+    try:
+        async with client.get(url) as answer:
+            return answer.ok
+    except ClientError:
+        return False
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff"])
