@@ -124,7 +124,7 @@ class Proxy:
                         timeout=self._prefill_timeout,
                     )  # fmt: skip
                     async with sent as answered:
-                        return receipt_in(await answered.json()) if answered.ok else {}
+                        return receipt_in(await answered.json())
             except (ClientError, TimeoutError, ValueError) as exc:
                 self.prefill.failed(engine, exc)
                 if isinstance(exc, TimeoutError):
@@ -205,10 +205,11 @@ def with_options(body: Json, options: Json) -> Json:
 
 
 def receipt_in(answer: Any) -> Json:
-    """The receipt in an engine's answer, as an option of the next engine's request."""
+    """The receipt in an engine's answer, as an option of the next engine's request.  Errors have
+    none, and null stands there for an engine without kvshm."""
     try:
         return {"after": answer["kv_transfer_params"]["kvshm"]["after"]}
-    except (KeyError, TypeError):  # an engine without kvshm has null there
+    except (KeyError, TypeError):
         return {}
 
 
