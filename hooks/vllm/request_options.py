@@ -64,6 +64,12 @@ def options_of(request: Any) -> Options:
     return _asked(request.kv_transfer_params, sampling.extra_args if sampling else None)
 
 
+def is_handed_over(params: object) -> bool:
+    """Whether the proxy says that another engine goes on with the request, as vLLM's proxies for
+    disaggregated prefill do: it passes on what the answer has in ``kv_transfer_params``."""
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
 def _asked(params: object, extra: dict[str, Any] | None) -> Options:
     """``extra``: the request's other arguments."""
     if isinstance(extra, dict) and len(extra) > (ALL in extra):

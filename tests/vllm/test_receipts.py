@@ -141,6 +141,20 @@ def test_it_waits_until_the_events_are_applied_and_imports_all(
     assert n.hurried == 1, "and its events did not wait for later ones"
 
 
+def test_a_proxy_of_vllms_gets_a_receipt_that_it_passes_on_as_it_is(
+    node: Callable[..., Node],
+) -> None:
+    n, tokens = node(), prompt(4)
+    handed_over = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+    said = n.computed(tokens, extra_args={"kv_transfer_params": handed_over})
+    assert said.keys() == {"kvshm"}
+    assert said["kvshm"].keys() == {"after"}
+    n.ask("d", tokens, said)
+    assert n.scheduled() == set()
+    n.deliver()
+    assert "d" in n.scheduled()
+
+
 def test_the_last_event_is_the_one_that_counts(node: Callable[..., Node]) -> None:
     """In chunks the prompt is shown by several events, and some blocks come before the last one."""
     n = node(max_num_batched_tokens=32)

@@ -17,7 +17,7 @@ from kvshm.halves import (
     SchedulerHalf,
 )
 
-from ..request_options import AFTER, KVSHM, options_of
+from ..request_options import AFTER, KVSHM, is_handed_over, options_of
 from .request_import import RequestImport
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ class Sources:
         self.local += other.local
         self.peer += other.peer
         self.computed += other.computed
+
+    def report(self) -> dict[str, Any]:
+        """What an answer says of them."""
+        said: dict[str, Any] = {
+            "prompt_tokens": self.local + self.peer + self.computed,
+            "local_tokens": self.local,
+            "peer_tokens": self.peer,
+            "computed_tokens": self.computed,
+        }
+        return {**said, "peers": self.peers} if self.peers else said
 
 
 class FirstStep(NamedTuple):
@@ -105,25 +115,20 @@ class PromptTokens:
         self._count(first.sources)
 
     def finished(self, request: Any, tracker: BlockTracker | None) -> dict[str, Any] | None:
-        """Return what the answer of a request that has ended is to contain, if it has asked.
+        """Return what the answer of a request that has ended is to contain: a report, if it has
+        asked for one, and a receipt, also if another engine goes on with it.
         ``tracker``: of the engine's blocks, if it shows them."""
-        if (sources := self._reports.pop(request.request_id, None)) is None:
+        sources = self._reports.pop(request.request_id, None)
+        if sources is None and not is_handed_over(request.kv_transfer_params):
             return None
-        report: dict[str, Any] = {
-            "prompt_tokens": sources.local + sources.peer + sources.computed,
-            "local_tokens": sources.local,
-            "peer_tokens": sources.peer,
-            "computed_tokens": sources.computed,
-        }
-        if sources.peers:
-            report["peers"] = sources.peers
+        report = sources.report() if sources is not None else {}
         block = tracker.last_of_prompt(request) if tracker is not None else None
         if block is not None and (receipt := self._cache.receipt(block)) is not None:
             report[AFTER] = str(receipt)
         # Routers send this on to the next engine, instead of what the client has asked.
         if not options_of(request).share:
             report["share"] = False
-        return {KVSHM: report}
+        return {KVSHM: report} if report else None
 
     def take(self) -> Sources:
         """Return what was counted since the last call."""
