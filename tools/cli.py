@@ -21,6 +21,7 @@ from . import (
 from .commands import Command, run_command
 from .doctor import command as doctor
 from .drain import command as drain
+from .events import command as events
 from .keeper import command as keeper
 from .kv import command as kv
 from .metrics import command as metrics
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "clean": clean,
     "coordinator": coordinator,
     "keeper": keeper,
+    "events": events,
     "drain": drain,
     "kv": kv,
     "verify-logits": verify_logits,

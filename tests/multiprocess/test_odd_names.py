@@ -48,7 +48,7 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
     ),
 }
 NO_NAMES = {"coordinator", "verify-logits", "completion"}
-UNTIL_ENDED = {"keeper"}
+UNTIL_ENDED = {"keeper", "events"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""``kvshm events``: the KV events of a node's engines as one stream."""

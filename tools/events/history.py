@@ -1,0 +1,93 @@
+"""What a subscriber may ask for again: the last batches, and what all earlier ones come to.  Pure.
+
+vLLM forgets a batch that is too old.  Here it is folded into the *beginning*: the blocks that were
+there after it.  So a subscriber that comes late knows every block all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from . import wire
+from .wire import Batch, BlockHash, Event, Place
+
+MAX_BATCHES = 10_000
+"""As many as vLLM keeps by default."""
+MAX_BYTES = 64 << 20
+
+
+class Numbered(NamedTuple):
+    number: int
+    """Position in the stream, from 0."""
+    payload: bytes
+
+
+class History:
+    def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._recent: deque[Numbered] = deque()
+        self._bytes = 0
+        self._next = 0
+        self._beginning: dict[int, dict[tuple[Place, BlockHash], bytes]] = {}
+        """For each rank the blocks that were there before ``_recent``, each with the event that
+        stored it."""
+
+    def add(self, payload: bytes) -> int:
+        """Take in the stream's next batch; return its number."""
+        added = Numbered(self._next, payload)
+        self._next += 1
+        self._recent.append(added)
+        self._bytes += len(payload)
+        while len(self._recent) > self._max_batches or self._bytes > self._max_bytes:
+            oldest = self._recent.popleft()
+            self._bytes -= len(oldest.payload)
+            self._fold(wire.decode_batch(oldest.payload))
+        return added.number
+
+    def since(self, start: int, now: float) -> Iterator[Numbered]:
+        """Yield the batches from ``start`` on.  In the place of those that are folded stands one
+        for each rank, which clears all and then stores what was there."""
+        oldest = self._next - len(self._recent)
+        if start < oldest:
+            last = len(self._beginning) - 1
+            for i, (rank, blocks) in enumerate(self._beginning.items()):
+                number = max(start, oldest - 1 - last + i)
+                yield Numbered(number, wire.encode([now, [*_as_events(blocks)], rank]))
+        for batch in self._recent:
+            if batch.number >= start:
+                yield batch
+
+    def _fold(self, batch: Batch) -> None:
+        blocks = self._beginning.setdefault(batch.rank, {})
+        for event in batch.events:
+            if event["type"] == wire.CLEARED:
+                blocks.clear()
+                continue
+            place, hashes = wire.place_of(event), event["block_hashes"]
+            if event["type"] == wire.REMOVED:
+                for block in hashes:
+                    blocks.pop((place, block), None)
+            else:
+                for part in wire.single_blocks(event):
+                    text = wire.encode(part)
+                    blocks |= {(place, block): text for block in part["block_hashes"]}
+
+
+def _as_events(
+    blocks: dict[tuple[Place, BlockHash], bytes],
+) -> Iterator[Event | msgspec.Raw]:
+    yield {"type": wire.CLEARED}
+    for _, group in itertools.groupby(blocks.items(), lambda item: id(item[1])):
+        items = list(group)
+        text = items[0][1]
+        there = {block for (_, block), _ in items}
+        whole: Event = msgspec.msgpack.decode(text)
+        if len(there) == len(whole["block_hashes"]):
+            yield msgspec.Raw(text)
+        else:
+            yield from wire.stored_parts(whole, [b in there for b in whole["block_hashes"]])
