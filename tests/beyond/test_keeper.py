@@ -10,12 +10,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from local_node import wait_until
+from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE
 
 from ..vllm.engines import PATIENCE_S
 from ..vllm.oracle import random_prompt
-from .nodes import Nodes, nodes
+from .nodes import Machine, Nodes, nodes
 from .test_lmcache import BLOCKS, LENGTH, ask, compute
 from .ways import keeper
 
@@ -31,7 +31,24 @@ ANSWERED_S = 10.0
 def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     way = partial(keeper, memory="4M")
     with nodes(way, model, tmp_path_factory.mktemp("store"), num_blocks=FEW_BLOCKS) as running:
+        for machine in running.machines:
+            for engine in machine.engines:
+                wait_until_used(running, machine, engine, count(10**6 * engine.port))
         yield running
+
+
+def wait_until_used(both: Nodes, machine: Machine, engine: Engine, seeds: Iterator[int]) -> None:
+    """Wait until an engine imports over the wire what an engine of the other node has computed:
+    the first forward passes are over, and keeper and store know each other."""
+    other = both.machines[1 - both.machines.index(machine)]
+    for _ in wait_until("prompts cross", PATIENCE_S, 2.0):
+        prompt = random_prompt(next(seeds), LENGTH)
+        other.ask(other.engines[0], prompt)
+        local_hit = other.ask(other.engines[0], prompt).answer
+        asked, crossed = ask(both, machine, engine, prompt)
+        if (asked.tokens.imported, crossed) == (BLOCKS * BLOCK_SIZE, BLOCKS):
+            assert asked.answer == local_hit
+            break
 
 
 def test_a_prefix_crosses_once_and_is_shared_in_place(both: Nodes) -> None:
@@ -86,7 +103,7 @@ def test_what_is_reset_on_one_node_comes_back_on_none(both: Nodes) -> None:
 def test_without_a_part_prompts_are_computed_and_cross_again_with_it(
     both: Nodes, lost: str, what: str
 ) -> None:
-    one, two = both.machines
+    two = both.machines[1]
     service = two.attached.services["keeper"] if lost == "keeper" else getattr(both.store, lost)
     seeds = count(1000 * ["memory", "master", "keeper"].index(lost) + 500 * (what == "killed"))
     prompt = random_prompt(next(seeds), LENGTH)
@@ -101,11 +118,4 @@ def test_without_a_part_prompts_are_computed_and_cross_again_with_it(
         assert asked.answer.tokens == local_hit.tokens
     if what == "killed":
         service.start()
-    for _ in wait_until("prompts cross again", PATIENCE_S, 2.0):
-        again = random_prompt(next(seeds), LENGTH)
-        one.ask(one.engines[0], again)
-        local_hit = one.ask(one.engines[0], again).answer
-        asked, crossed = ask(both, two, two.engines[1], again)
-        if (asked.tokens.imported, crossed) == (BLOCKS * BLOCK_SIZE, BLOCKS):
-            assert asked.answer == local_hit
-            break
+    wait_until_used(both, two, two.engines[1], seeds)
