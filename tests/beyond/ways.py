@@ -25,6 +25,11 @@ CHUNK = 1
 BLOCK_SIZE = 128
 
 
+def plain(_machine: Machine, _store: Store) -> Attachment:
+    """Engines that compute everything themselves."""
+    return Attachment(environment={"KVSHM_ENABLE": "0"})
+
+
 def keeper(machine: Machine, store: Store, memory: str = "256M") -> Attachment:
     """A keeper on the node, as the store's one client; the engines share by kvshm alone."""
     settings = machine.run_dir / "mooncake.json"

@@ -223,6 +223,17 @@ def test_what_computes_sooner_is_not_fetched(world: World) -> None:
     assert not world.calls("get")
 
 
+def test_what_the_keeper_has_no_room_for_is_not_fetched(world: World) -> None:
+    world.keeper(world.one), world.keeper(world.two, 5)
+    a = world.engine(world.one, "a").toy
+    keys = prompt(a, b"1")
+    a.compute(keys, range(6))
+    world.wait_for_written(keys)
+    b = world.engine(world.two, "b")
+    wait_until(lambda: b.length(keys[:5]) == 5, "the keeper fetches what it has room for")
+    assert b.length(keys) == 0
+
+
 def test_of_windows_only_what_the_prompt_needs_is_fetched(world: World) -> None:
     world.keeper(world.one), world.keeper(world.two)
     a = world.engine(world.one, "a", groups=GROUPS).toy

@@ -120,7 +120,8 @@ class Fetching:
         fresh = [name for name in needed if name not in under_way]
         under_way_now = len(under_way) + len(fresh)
         seconds = self._costs.load_seconds(under_way_now * value_bytes(shelf))
-        if length <= wanted.lacking.found or seconds >= wanted.seconds:
+        worth = length > wanted.lacking.found and seconds < wanted.seconds
+        if not worth or len(needed) > shelf.most:
             self._refuse(ask.route, wanted)
             return
         self._desk.answer(ask.route, Coming(wanted.number, length, seconds))

@@ -266,6 +266,11 @@ class Shelf:
 
     # -- room
 
+    @property
+    def most(self) -> int:
+        """How many blocks it can keep, if all memory is its."""
+        return self.room.usable // self.layout.stride
+
     def take(self) -> int | None:
         """Return a free block, or None."""
         return self.room.take(self.number)
