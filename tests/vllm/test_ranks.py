@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvshm._node.protocol import RankInfo
+from kvshm.hooks.vllm.messages import RankDescription
 from kvshm.hooks.vllm.ranks import Ranks
+from kvshm.interfaces import MemoryDescriptor
 
 from .conftest import Lines
 from .odd_vllm import FILE, NAME, changed_copy
@@ -45,6 +50,28 @@ def test_ranks_that_do_not_describe_themselves_are_named(
         lonely.step()
     assert marks(lonely) == 0
     assert [line for line in lines if "not sharing" in line] == [line]
+
+
+class Deep(DrivenEngine):
+    """Two pipeline ranks of two tensor ranks each, of which the last describes itself first."""
+
+    def shake_hands(self) -> None:
+        described = {}
+        for number, place in reversed([*enumerate(product(range(2), repeat=2))]):
+            memory = MemoryDescriptor("loopback", 0, number, [])
+            described[place] = RankDescription(RankInfo(os.getpid(), memory), {"weights": "w"})
+        self.connector.set_xfer_handshake_metadata_pp_aware(described)
+
+
+@pytest.mark.usefixtures("engine")
+def test_ranks_are_numbered_by_pipeline_and_then_by_tensor_rank(model: Path) -> None:
+    """As vLLM numbers them: a rank reads the memory of the other engine's rank of its number."""
+    config = vllm_config(model)
+    config.parallel_config.world_size = 4
+    made = Deep(config)
+    (joined,) = [made.connector._scheduler.cache.epoch_state.info]
+    assert [rank.memory.rank for rank in joined.ranks] == [0, 1, 2, 3]
+    made.close()
 
 
 def test_ranks_that_do_not_describe_themselves_again_are_named(lines: Lines, engine: Make) -> None:
