@@ -17,7 +17,7 @@ from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
 from .test_keeper import Keeper
-from .test_weight_writes import ARGUMENTS, ENVIRONMENT, assert_computed, share_again, write
+from .test_weight_writes import ARGUMENTS, ENVIRONMENT, assert_computed, call, share_again, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -38,7 +38,8 @@ def wide(model: Path) -> Iterator[Pair]:
     kv_connector_extra_config."""
     arguments = ("--tensor-parallel-size", str(RANKS), "--max-model-len", "2048", *ARGUMENTS)
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with SharedNode(ENVIRONMENT) as node:
+    harmless = ENVIRONMENT["KVSHM_READ_ONLY_CALLS"] + ", fail_copies"
+    with SharedNode(ENVIRONMENT | {"KVSHM_READ_ONLY_CALLS": harmless}) as node:
         node.start_coordinator()
         place = {"run_dir": str(node.run_dir), "namespace": node.namespace, "verify": True}
         configured = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": place}))
@@ -77,6 +78,25 @@ def test_every_rank_imports_and_the_answer_is_that_of_a_local_hit(wide: Pair) ->
         assert seen.discarded == seen.mismatched == 0
         assert seen.loads_started == seen.loads_done == len(sent)
         assert seen.tokens.imported == seen.loaded["imported_tokens"] == blocks * BLOCK_SIZE
+
+
+def test_what_one_rank_could_not_copy_the_engine_computes(wide: Pair) -> None:
+    """Though the other rank has it; and what comes after is imported again."""
+    node, a, b = wide
+    lost, last = prompts(2, seed=405)
+    with node.sharing(a, shareable(lost)):
+        computed = a.complete(lost)
+    call(b, "fail_copies", "1")
+    with observe(node, b) as seen:
+        assert b.complete(lost) in (computed, a.complete(lost))
+    call(b, "fail_copies", "")
+    assert (seen.loads_started, seen.loads_failed, seen.loads_done) == (1, 1, 0)
+    assert seen.leases_taken == seen.blocks_copied == seen.discarded == shareable(lost)
+    assert seen.imported_blocks == seen.tokens.imported == 0
+    assert node.leased(a) == set()
+    with observe(node, b) as seen:
+        assert_bit_equal(ask_both(node, a, b, [last]))
+    assert seen.imported_blocks == shareable(last)
 
 
 def test_a_keeper_has_the_parts_of_all_ranks(wide: Pair) -> None:

@@ -1,11 +1,16 @@
-"""A worker extension that writes the weights of the ranks, as trainers' extensions do.  Loaded by
-engines under test only (--worker-extension-cls writing_ranks.WritingRanks)."""
+"""A worker extension that writes the weights of the ranks, as trainers' extensions do, or has
+copies fail.  Loaded by engines under test only (--worker-extension-cls writing_ranks.WritingRanks).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from kvshm.transport.copier import BlockCopy
+
+COPY = BlockCopy._copy
 
 
 class WritingRanks:
@@ -36,6 +41,11 @@ class WritingRanks:
     def write_unseen(self, seed: str, only: str = "") -> None:
         """The same; the engine's settings say that this call only reads."""
         self.write_weights(seed, only)
+
+    def fail_copies(self, only: str) -> None:
+        """Have each copy out of another engine's cache fail on rank ``only``; on none if empty."""
+        fails = only == str(self.rank)
+        BlockCopy._copy = (lambda *_: False) if fails else COPY  # type: ignore[method-assign]
 
     def tell(self) -> str:
         """Only reads, as the settings say."""
