@@ -167,6 +167,7 @@ class StoreAsks:
         self._look_at = self._clock() + AGAIN_SECONDS
 
     def close(self) -> None:
+        """Ask nothing any more."""
         self._close_socket()
         self._look_at = float("inf")
         if self._context is not None:
