@@ -92,7 +92,7 @@ def test_answers_go_on_when_the_prefill_engine_is_killed(
                 doomed.signal(signal.SIGSTOP)
                 answer = pool.submit(client.complete, second)
                 _wait_for_connection(doomed)
-                pair.node.kill(doomed)
+                doomed.kill()
                 assert len(answer.result().tokens) == TOKENS
             assert seen.tokens.computed == LENGTH
             assert len(client.complete(third).tokens) == TOKENS
