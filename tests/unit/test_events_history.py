@@ -29,6 +29,15 @@ def test_recent_batches_are_replayed_as_they_were() -> None:
     assert list(history.since(3, NOW)) == []
 
 
+def test_who_heard_a_stream_before_it_was_started_anew_asks_for_all_of_the_next() -> None:
+    old, new, router = History(), History(max_batches=2, first=1000), Subscriber()
+    router.take(payload(stored(1, 2)))
+    heard = old.add(payload(stored(1, 2)))
+    for events in ([CLEARED], [stored(2)], [stored(3)]):
+        assert new.add(payload(*events)) > heard + 1
+    assert late(new, heard + 1, router).hashes == {2, 3}
+
+
 def test_in_the_place_of_older_batches_stands_what_they_came_to() -> None:
     history = History(max_batches=1)
     for events in ([stored(1, 2, 3)], [stored(4, parent=3), removed(2)], [stored(5)], [removed(1)]):

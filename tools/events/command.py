@@ -89,7 +89,9 @@ def run(asked: argparse.Namespace) -> int:
         require_descriptors(OWN_DESCRIPTORS + DESCRIPTORS_OF_A_SOURCE * len(asked.sources))
         context = zmq.Context[zmq.Socket[bytes]]()
         stack.callback(context.destroy, 0)
-        history = History(asked.history)
+        # Routers take a number below their last for an old batch.  One above it, also after a
+        # restart, is a gap: they ask for a replay.
+        history = History(asked.history, first=time.time_ns() // 1000)
         stream = Stream(context, asked.bind, asked.replay, asked.topic, history)
         stack.enter_context(closing(stream))
         complaints = Complaints(_say)

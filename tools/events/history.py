@@ -23,16 +23,19 @@ MAX_BYTES = 64 << 20
 
 class Numbered(NamedTuple):
     number: int
-    """Position in the stream, from 0."""
+    """Position in the stream."""
     payload: bytes
 
 
 class History:
-    def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES, first: int = 0
+    ) -> None:
+        """``first``: number of the first batch."""
         self._max_batches, self._max_bytes = max_batches, max_bytes
         self._recent: deque[Numbered] = deque()
         self._bytes = 0
-        self._next = 0
+        self._next = first
         self._beginning: dict[int, dict[tuple[Place, BlockHash], bytes]] = {}
         """For each rank the blocks that were there before ``_recent``, each with the event that
         stored it."""
