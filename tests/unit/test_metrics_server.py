@@ -12,8 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvshm.tools.bounded_server import CLIENT_SECONDS, MAX_CLIENTS
 from kvshm.tools.metrics.samples import Samples
-from kvshm.tools.metrics.server import CLIENT_SECONDS, MAX_CLIENTS, MetricsServer
+from kvshm.tools.metrics.server import MetricsServer
 
 Work = Callable[[int], Awaitable[None]]
 LINE = b'kvshm_build_info{layout="2",protocol="3",version="1"} 1.0'
@@ -57,7 +58,7 @@ def serving(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         thread = threading.Thread(target=client)
         thread.start()
-        server.serve()
+        server.serve("metrics", "/metrics")
         thread.join()
         for number, handler in handlers.items():
             assert signal.signal(number, handler) == signal.SIG_IGN, "a second one changes nothing"

@@ -97,7 +97,7 @@ def _expose(asked: argparse.Namespace, reader: NodeReader) -> None:
         from .server import MetricsServer
 
         try:
-            MetricsServer(lambda: _read(reader), *asked.listen).serve()
+            MetricsServer(lambda: _read(reader), *asked.listen).serve("metrics", "/metrics")
         except UnicodeError as exc:  # of a name that cannot be one
             raise ConfigError(f"--listen={asked.listen[0]!r} is not an address") from exc
     else:
