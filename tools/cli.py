@@ -22,6 +22,7 @@ from .commands import Command, run_command
 from .doctor import command as doctor
 from .drain import command as drain
 from .events import command as events
+from .indexer import command as indexer
 from .keeper import command as keeper
 from .kv import command as kv
 from .metrics import command as metrics
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "coordinator": coordinator,
     "keeper": keeper,
     "events": events,
+    "indexer": indexer,
     "drain": drain,
     "kv": kv,
     "verify-logits": verify_logits,

@@ -48,7 +48,7 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
     ),
 }
 NO_NAMES = {"coordinator", "verify-logits", "completion"}
-UNTIL_ENDED = {"keeper", "events"}
+UNTIL_ENDED = {"keeper", "events", "indexer"}
 
 
 @pytest.fixture(scope="module")

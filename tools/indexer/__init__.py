@@ -1,0 +1,1 @@
+"""``kvshm indexer``: tells routers which engine holds how much of a prefix."""
