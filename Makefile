@@ -45,8 +45,8 @@ examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline
 # came of it, those that need the machine, as engines do, run one after the other.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 run_tests = failed=0; \
-	$(PYTHON) -m pytest -rs -m "not beyond and $(1) and not alone" -n $(WORKERS) tests || failed=$$?; \
-	$(PYTHON) -m pytest -rs -m "not beyond and $(1) and alone" tests || failed=$$?; exit $$failed
+	$(PYTHON) -m pytest -rs -m "not beyond and not routers and $(1) and not alone" -n $(WORKERS) tests || failed=$$?; \
+	$(PYTHON) -m pytest -rs -m "not beyond and not routers and $(1) and alone" tests || failed=$$?; exit $$failed
 
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
 	$(call run_tests,not long$(if $(FAST), and not vllm))
@@ -59,7 +59,7 @@ test-nightly: $(ENGINE) $(KVSHM) ## what is rarely red, and shown by cheaper tes
 
 coverage: $(ENGINE) $(KVSHM) $(LMCACHE) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
 	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \
-		"not beyond and $(if $(ALL),not nightly,not long)$(if $(FAST), and not vllm)"
+		"not beyond and not routers and $(if $(ALL),not nightly,not long)$(if $(FAST), and not vllm)"
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .

@@ -82,10 +82,10 @@ def test_every_target_that_a_page_names_can_be_planned() -> None:
 
 def test_what_a_variable_of_make_changes() -> None:
     assert "examples/demo.py --break" in said("make", "--dry-run", "demo", "BREAK=1")
-    assert '-m "not beyond and not long and not vllm and alone"' in said(
+    assert '-m "not beyond and not routers and not long and not vllm and alone"' in said(
         "make", "--dry-run", "test", "FAST=1"
     )
-    assert '-m "not beyond and not nightly and not vllm and alone"' in said(
+    assert '-m "not beyond and not routers and not nightly and not vllm and alone"' in said(
         "make", "--dry-run", "test-all", "FAST=1"
     )
     assert "elsewhere/bin/python" in said("make", "--dry-run", "test", "VENV=elsewhere")
