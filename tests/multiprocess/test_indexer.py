@@ -17,11 +17,13 @@ import pytest
 
 from kvshm import Config, Reader
 from kvshm.config import Share
+from kvshm.tools.indexer.query import MAX_BODY
 
 from . import toys as toy_engines
 from .joined import TOKENS, Toy, Toys, served
 from .keepers import Keeper
 from .processes import Managed, Node, wait_until
+from .toy_engine import BLOCK_SIZE
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -138,7 +140,9 @@ def test_what_a_keeper_has_counts_as_the_engines_host_memory(place: Node, toys: 
     assert found["a"]["longest_matched"] == 6 * TOKENS
 
 
-def test_an_engine_that_hangs_holds_up_no_answer(place: Node, toys: Toys) -> None:
+def test_engines_that_hang_hold_up_no_answer_and_killed_ones_are_left_out(
+    place: Node, toys: Toys
+) -> None:
     a = toys.join("a")
     keys = a.prompt()
     a.compute(keys, range(6))
@@ -148,13 +152,21 @@ def test_an_engine_that_hangs_holds_up_no_answer(place: Node, toys: Toys) -> Non
         engine.signal(signal.SIGSTOP)
     indexer = Indexer(place)
     assert indexer.blocks(keys)["a"] == 6
-    for engine in hung:
-        engine.signal(signal.SIGCONT)
+
+    def present() -> set[str]:
+        status, said = indexer.ask({"model": "toy", "block_size": BLOCK_SIZE, "seq_hashes": []})
+        assert status == 200
+        return set(said["default"])
+
+    one, two = (f"toy-{engine.pid}" for engine in hung)
+    assert present() == {one, two}, "the coordinator shows the tables of stopped engines"
+    hung[0].kill()
+    assert present() == {two}
 
 
 def test_what_is_no_query_is_answered_by_its_fault(place: Node) -> None:
     indexer = Indexer(place)
-    path, much = "/query_by_hash", str(1 << 40)
+    path, much = "/query_by_hash", str(MAX_BODY + 1)
     asked = {
         ("GET", "/"): 404,
         ("POST", "/query"): 404,
