@@ -1,0 +1,53 @@
+"""Which of vLLM's own tests run, as selection.toml says for one version of vLLM."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Selection:
+    attached: tuple[str, ...]
+    """Files in which kvshm must have been beside a scheduler or a KV cache manager."""
+    beside: tuple[str, ...]
+    """Files that make neither."""
+    left_out: dict[str, str]
+    """By the beginning of a test's id, why the test is left out."""
+    as_written: dict[str, str]
+    """... why the test's engines have a prefix cache only if the test says so."""
+    differs: dict[str, str]
+    """... why the test may end otherwise with kvshm."""
+
+    @classmethod
+    def read(cls, version: str) -> Selection:
+        """``version`` is a minor one, such as 0.33."""
+        text = tomllib.loads((HERE / "selection.toml").read_text())
+
+        def reasons(name: str) -> dict[str, str]:
+            return {
+                test: group["reason"]
+                for group in text.get(name, ())
+                if version in group.get("versions", [version])
+                for test in group["tests"]
+            }
+
+        return cls(
+            tuple(text["attached"]),
+            tuple(text["beside"]),
+            *map(reasons, ("left_out", "as_written", "differs")),
+        )
+
+    def leaves_out(self, test: str) -> bool:
+        return test.startswith(tuple(self.left_out))
+
+    def runs_as_written(self, test: str) -> bool:
+        return test.startswith(tuple(self.as_written))
+
+
+if __name__ == "__main__":
+    chosen = Selection.read("any")
+    print(*chosen.attached, *chosen.beside)

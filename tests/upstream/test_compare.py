@@ -1,0 +1,60 @@
+"""What fails `make test-upstream`: on made-up outcomes, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from .compare import as_text, lines_of, offences, read
+from .selection import Selection
+
+FILE, TEST = "tests/a/test_a.py", "tests/a/test_a.py::test_one"
+CHOSEN = Selection((FILE,), (), {}, {}, {})
+PASSED: Mapping[str, Any] = {f"{TEST}[{i}]": {"outcome": "passed", "attached": i} for i in (0, 1)}
+
+
+def changed(**told: Any) -> dict[str, Any]:
+    """The outcomes, but for those of one test."""
+    return {**PASSED, f"{TEST}[1]": {**PASSED[f"{TEST}[1]"], **told}}
+
+
+def without(test: str) -> dict[str, Any]:
+    return {name: told for name, told in PASSED.items() if name != test}
+
+
+LIST = read(as_text(lines_of(PASSED, PASSED)))
+
+
+def test_the_list_is_read_as_it_is_written() -> None:
+    assert LIST == {TEST: "2 passed; attached 1"}
+    assert not list(offences(PASSED, PASSED, LIST, CHOSEN))
+
+
+@pytest.mark.parametrize(
+    ("runs", "listed", "said"),
+    [
+        ((PASSED, changed(outcome="failed")), LIST, f"{TEST}[1]: passed without kvshm, failed"),
+        ((PASSED, without(f"{TEST}[1]")), LIST, f"{TEST}[1]: passed without kvshm, missing"),
+        ((without(f"{TEST}[1]"),) * 2, LIST, f"{TEST}: 1 passed; attached 0; in the list: 2"),
+        ((changed(outcome="skipped"),) * 2, LIST, f"{TEST}: 1 passed, 1 skipped; attached 1; in"),
+        ((PASSED, PASSED), LIST | {"b::gone": "1 passed"}, "b::gone: has not run; in the list"),
+        ((PASSED, PASSED), {}, f"{TEST}: 2 passed; attached 1; in the list: not listed"),
+        ((PASSED, changed(attached=0)), LIST, f"{FILE}: kvshm was beside no scheduler"),
+    ],
+)
+def test_what_is_not_as_listed_is_named(
+    runs: tuple[Mapping[str, Any], Mapping[str, Any]], listed: Mapping[str, str], said: str
+) -> None:
+    found = list(offences(*runs, listed, CHOSEN))
+    assert any(offence.startswith(said) for offence in found), found
+
+
+def test_a_difference_that_has_a_reason_must_still_be_as_listed() -> None:
+    chosen = Selection((FILE,), (), {}, {}, {TEST: "vLLM does so with any connector"})
+    runs = PASSED, changed(outcome="failed")
+    listed = lines_of(*runs)
+    assert listed == {TEST: "2 passed; 1 passed, 1 failed with; attached 1"}
+    assert not list(offences(*runs, listed, chosen))
+    assert list(offences(PASSED, PASSED, listed, chosen))
