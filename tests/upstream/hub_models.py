@@ -24,32 +24,21 @@ TEXT = {
 LIKE_LLAMA = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen1.5-7B")
 """Of these no more matters than that they have full attention."""
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TEXT}
+LIKE_OPT = ("facebook/opt-125m", "facebook/opt-350m")
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 64,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 64,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(LIKE_LLAMA, LLAMA),
-    "facebook/opt-125m": {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "hidden_size": 64,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 2048,
-        "vocab_size": 50272,
-        "word_embed_proj_dim": 64,
-    },
-    "llava-hf/llava-1.5-7b-hf": {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 2,
-        },
-        "image_token_index": 32000,
-    },
+    **dict.fromkeys(LIKE_OPT, OPT),
 }
 
 
