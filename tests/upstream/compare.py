@@ -76,9 +76,11 @@ def offences(
         was, now = listed.get(test, "not listed"), lines.get(test, "has not run")
         if was != now:
             yield f"{test}: {now}; in the list: {was}"
-    for file in chosen.attached:
-        if not any(t.get("attached") for name, t in with_kvshm.items() if name.startswith(file)):
-            yield f"{file}: kvshm was beside no scheduler and no KV cache manager"
+    for name, files in (("attached", chosen.attached), ("unshared", chosen.refused)):
+        for file in files:
+            told = (with_kvshm[test] for test in with_kvshm if test.startswith(file))
+            if not any(one.get(name) for one in told):
+                yield f"{file}: no scheduler and no KV cache manager was {name}"
 
 
 def summary(without: Outcomes, with_kvshm: Outcomes, left_out: int) -> str:

@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 class Selection:
     attached: tuple[str, ...]
     """Files in which kvshm must have been beside a scheduler or a KV cache manager."""
+    refused: tuple[str, ...]
+    """Files in which it must have left one alone, because that has another connector."""
     beside: tuple[str, ...]
     """Files that make neither."""
     left_out: dict[str, str]
@@ -37,8 +39,7 @@ class Selection:
             }
 
         return cls(
-            tuple(text["attached"]),
-            tuple(text["beside"]),
+            *(tuple(text[name]) for name in ("attached", "refused", "beside")),
             *map(reasons, ("left_out", "as_written", "differs")),
         )
 
@@ -59,4 +60,4 @@ def _named(test: str, names: Iterable[str]) -> bool:
 
 if __name__ == "__main__":
     chosen = Selection.read("any")
-    print(*chosen.attached, *chosen.beside)
+    print(*chosen.attached, *chosen.refused, *chosen.beside)

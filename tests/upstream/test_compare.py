@@ -11,7 +11,7 @@ from .compare import as_text, lines_of, offences, read
 from .selection import Selection
 
 FILE, TEST = "tests/a/test_a.py", "tests/a/test_a.py::test_one"
-CHOSEN = Selection((FILE,), (), {}, {}, {})
+CHOSEN = Selection((FILE,), (), (), {}, {}, {})
 PASSED: Mapping[str, Any] = {f"{TEST}[{i}]": {"outcome": "passed", "attached": i} for i in (0, 1)}
 
 
@@ -41,7 +41,11 @@ def test_the_list_is_read_as_it_is_written() -> None:
         ((changed(outcome="skipped"),) * 2, LIST, f"{TEST}: 1 passed, 1 skipped; attached 1; in"),
         ((PASSED, PASSED), LIST | {"b::gone": "1 passed"}, "b::gone: has not run; in the list"),
         ((PASSED, PASSED), {}, f"{TEST}: 2 passed; attached 1; in the list: not listed"),
-        ((PASSED, changed(attached=0)), LIST, f"{FILE}: kvshm was beside no scheduler"),
+        (
+            (PASSED, changed(attached=0)),
+            LIST,
+            f"{FILE}: no scheduler and no KV cache manager was attached",
+        ),
     ],
 )
 def test_what_is_not_as_listed_is_named(
@@ -52,9 +56,17 @@ def test_what_is_not_as_listed_is_named(
 
 
 def test_a_difference_that_has_a_reason_must_still_be_as_listed() -> None:
-    chosen = Selection((FILE,), (), {}, {}, {TEST: "vLLM does so with any connector"})
+    chosen = Selection((FILE,), (), (), {}, {}, {TEST: "vLLM does so with any connector"})
     runs = PASSED, changed(outcome="failed")
     listed = lines_of(*runs)
     assert listed == {TEST: "2 passed; 1 passed, 1 failed with; attached 1"}
     assert not list(offences(*runs, listed, chosen))
     assert list(offences(PASSED, PASSED, listed, chosen))
+
+
+def test_a_file_whose_connectors_kvshm_must_refuse_shows_a_refusal() -> None:
+    chosen = Selection((), (FILE,), (), {}, {}, {})
+    said = f"{FILE}: no scheduler and no KV cache manager was unshared"
+    assert list(offences(PASSED, PASSED, LIST, chosen)) == [said]
+    refused = changed(unshared=1)
+    assert not list(offences(PASSED, refused, lines_of(PASSED, refused), chosen))
