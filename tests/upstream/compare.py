@@ -1,7 +1,7 @@
 """Compare a run of vLLM's own tests with kvshm to one without it, and both to the committed list.
 
-    python compare.py 0.33 WITHOUT.json WITH.json           fails if anything is not as listed
-    python compare.py 0.33 WITHOUT.json WITH.json --write   writes the list anew
+    python compare.py 0.33 SOURCE WITHOUT.json WITH.json   fails if anything is not as listed
+    python compare.py 0.33 SOURCE WITHOUT.json WITH.json --write   writes the list anew
 
 A line of the list is a test, all its parameters together: how often it ended how, with kvshm too if
 that differs, and beside how many schedulers and KV cache managers kvshm was.
@@ -84,7 +84,7 @@ def offences(
 
 
 def summary(without: Outcomes, with_kvshm: Outcomes, left_out: int) -> str:
-    """Return the numbers of README.md."""
+    """Return the numbers of docs/versions.md."""
     ends = [Counter(t["outcome"] for t in run.values()) for run in (without, with_kvshm)]
     names = ("attached", "unshared", "published")
     sums = {n: sum(t.get(n, 0) for t in with_kvshm.values()) for n in names}
@@ -102,6 +102,7 @@ def summary(without: Outcomes, with_kvshm: Outcomes, left_out: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("version")
+    parser.add_argument("source", type=Path, help="vLLM's unpacked source package")
     parser.add_argument("without", type=Path)
     parser.add_argument("with_kvshm", type=Path)
     parser.add_argument("--write", action="store_true")
@@ -120,6 +121,10 @@ def main() -> None:
         f"selection.toml names {name}, and there is no such test"
         for name in (*chosen.left_out, *chosen.as_written, *chosen.differs)
         if not any(test.startswith(name) for test in known)
+    ]
+    found += [
+        f"{file} does not run, and selection.toml has no reason"
+        for file in sorted(chosen.unexplained(args.source))
     ]
     print(*found, sep="\n")
     sys.exit(bool(found))

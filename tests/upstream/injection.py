@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
@@ -59,9 +60,15 @@ class PlayedRanks:
         )
         deadline = time.monotonic() + START_SECONDS
         while self.table is None or self.side.cache.meets_peers:
-            assert time.monotonic() < deadline, "kvshm has not joined"
+            assert time.monotonic() < deadline, f"kvshm has not joined: {self._lacks()}"
             time.sleep(0.002)
         self.open()
+
+    def _lacks(self) -> str:
+        if self.table is None:
+            chosen = hasattr(kv_cache_utils, "NONE_HASH")
+            return f"no epoch has begun; vLLM has {'' if chosen else 'not '}chosen NONE_HASH"
+        return self.side.cache.refusal or "the coordinator does not answer"
 
     @property
     def table(self) -> OwnSlotTable | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 HERE = Path(__file__).parent
+FOLDERS = ("tests/v1/core", "tests/v1/kv_connector")
+"""Of vLLM's source package: each file of tests in these runs, or there is a reason."""
 
 
 @dataclass(frozen=True)
@@ -24,24 +27,40 @@ class Selection:
     """... why the test's engines have a prefix cache only if the test says so."""
     differs: dict[str, str]
     """... why the test may end otherwise with kvshm."""
+    not_selected: dict[str, str]
+    """By a pattern of files, why they do not run."""
 
     @classmethod
     def read(cls, version: str) -> Selection:
         """``version`` is a minor one, such as 0.33."""
         text = tomllib.loads((HERE / "selection.toml").read_text())
 
-        def reasons(name: str) -> dict[str, str]:
+        def reasons(name: str, of: str = "tests") -> dict[str, str]:
             return {
                 test: group["reason"]
                 for group in text.get(name, ())
                 if version in group.get("versions", [version])
-                for test in group["tests"]
+                for test in group[of]
             }
 
         return cls(
             *(tuple(text[name]) for name in ("attached", "refused", "beside")),
             *map(reasons, ("left_out", "as_written", "differs")),
+            reasons("not_selected", "files"),
         )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What runs, in this order."""
+        return (*self.attached, *self.refused, *self.beside)
+
+    def unexplained(self, source: Path) -> Iterator[str]:
+        """Name the files of tests that neither run nor have a reason why not.  ``source``: vLLM's
+        unpacked source package."""
+        for file in (path for folder in FOLDERS for path in (source / folder).rglob("test_*.py")):
+            name = file.relative_to(source).as_posix()
+            if name not in self.files and not any(fnmatch(name, p) for p in self.not_selected):
+                yield name
 
     def leaves_out(self, test: str) -> bool:
         return _named(test, self.left_out)
@@ -59,5 +78,4 @@ def _named(test: str, names: Iterable[str]) -> bool:
 
 
 if __name__ == "__main__":
-    chosen = Selection.read("any")
-    print(*chosen.attached, *chosen.refused, *chosen.beside)
+    print(*Selection.read("any").files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from .compare import as_text, lines_of, offences, read
 from .selection import Selection
 
 FILE, TEST = "tests/a/test_a.py", "tests/a/test_a.py::test_one"
-CHOSEN = Selection((FILE,), (), (), {}, {}, {})
+CHOSEN = Selection((FILE,), (), (), {}, {}, {}, {})
 PASSED: Mapping[str, Any] = {f"{TEST}[{i}]": {"outcome": "passed", "attached": i} for i in (0, 1)}
 
 
@@ -56,7 +57,7 @@ def test_what_is_not_as_listed_is_named(
 
 
 def test_a_difference_that_has_a_reason_must_still_be_as_listed() -> None:
-    chosen = Selection((FILE,), (), (), {}, {}, {TEST: "vLLM does so with any connector"})
+    chosen = Selection((FILE,), (), (), {}, {}, {TEST: "vLLM does so with any connector"}, {})
     runs = PASSED, changed(outcome="failed")
     listed = lines_of(*runs)
     assert listed == {TEST: "2 passed; 1 passed, 1 failed with; attached 1"}
@@ -65,8 +66,17 @@ def test_a_difference_that_has_a_reason_must_still_be_as_listed() -> None:
 
 
 def test_a_file_whose_connectors_kvshm_must_refuse_shows_a_refusal() -> None:
-    chosen = Selection((), (FILE,), (), {}, {}, {})
+    chosen = Selection((), (FILE,), (), {}, {}, {}, {})
     said = f"{FILE}: no scheduler and no KV cache manager was unshared"
     assert list(offences(PASSED, PASSED, LIST, chosen)) == [said]
     refused = changed(unshared=1)
     assert not list(offences(PASSED, refused, lines_of(PASSED, refused), chosen))
+
+
+def test_each_of_vllms_files_runs_or_has_a_reason(tmp_path: Path) -> None:
+    names = [f"tests/v1/core/deep/test_{name}.py" for name in ("chosen", "vendor_a", "new")]
+    for file in (tmp_path / name for name in (*names, "tests/v1/core/deep/conftest.py")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    chosen = Selection((), (), (names[0],), {}, {}, {}, {"tests/v1/core/*/test_vendor_*.py": "why"})
+    assert list(chosen.unexplained(tmp_path)) == [names[2]]
