@@ -12,6 +12,8 @@ from typing import Any
 
 from tiny_model import write_model, write_tokenizer
 
+from tests.vllm.families import write_qwen3_next
+
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -52,6 +54,9 @@ def write_models(directory: Path) -> Path:
         write_tokenizer(model)
         (model / "config.json").write_text(json.dumps(config))
         local[name] = str(model.resolve())
+    states = directory / "Qwen3-Next-80B-A3B-Instruct"
+    states.mkdir(exist_ok=True)
+    local[f"Qwen/{states.name}"] = str(write_qwen3_next(states).resolve())
     redirect = directory / "redirect.json"
     redirect.write_text(json.dumps(local))
     return redirect

@@ -46,7 +46,7 @@ class Selection:
         return cls(
             *(tuple(text[name]) for name in ("attached", "refused", "beside")),
             *map(reasons, ("left_out", "as_written", "differs")),
-            reasons("not_selected", "files"),
+            not_selected=reasons("not_selected", "files"),
         )
 
     @property
