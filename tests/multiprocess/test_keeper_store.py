@@ -321,6 +321,20 @@ def test_a_store_that_does_not_answer_is_a_miss_and_the_keeper_goes_on(
     assert keeper.process.terminate() == 0
 
 
+def test_a_store_that_is_not_there_yet_is_waited_for_by_nobody(world: World) -> None:
+    (world / "hung").touch()
+    keeper = world.keeper(world.one)
+    keeper.process.wait_out(lambda line: line.startswith("the store does not answer"))
+    a = world.engine(world.one, "a")
+    keys = prompt(a.toy, b"1")
+    a.toy.compute(keys, range(6))
+    keeper.wait_for(keys)
+    assert a.length(keys) == 0
+    (world / "hung").unlink()
+    keeper.process.wait_out(lambda line: line == "connected to the store")
+    world.wait_for_written(keys)
+
+
 def test_it_ends_while_the_store_hangs(world: World) -> None:
     keeper = world.keeper(world.one)
     world.engine(world.one, "a").wait_until_served()

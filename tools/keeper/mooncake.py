@@ -68,7 +68,7 @@ class MooncakeStore:
     def __init__(self, settings: Settings) -> None:
         """Does not connect: ``connect`` does.  Raises ConfigError without Mooncake's package."""
         self._settings = settings
-        os.environ.setdefault("GLOG_minloglevel", "1")  # of glog, which Mooncake's library logs by
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # of Mooncake's library
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as exc:

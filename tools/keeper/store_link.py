@@ -54,11 +54,13 @@ class StoreLink:
         self._failures += sum(each.take_failures() for each in calls)
         for each in calls:
             each.finish()
-        if not self._connected:
-            self._begin()
-            return
         hang = any(each.takes() > STUCK_SECONDS for each in calls)
-        self._show(not hang and self.looks.error is None)
+        if self._connected:
+            self._show(not hang and self.looks.error is None)
+        elif hang:
+            self._show(False)
+        else:
+            self._begin()
 
     def take_failures(self) -> int:
         """Return how many calls have failed, or hung, since this was asked last."""
