@@ -24,7 +24,7 @@ pytest.importorskip("vllm")
 
 from ..multiprocess.event_streams import EventsProcess
 from ..multiprocess.processes import Node, fresh_node, wait_until
-from ..vllm.publishing import SIZE, cleared, publishers, removed, stored
+from ..vllm.publishing import SIZE, Publisher, cleared, publishers, removed, stored
 from ..vllm.test_event_stream import Streams
 
 pytestmark = [pytest.mark.routers, pytest.mark.timeout(600)]
@@ -34,7 +34,8 @@ MODEL = "m"
 
 
 class Dynamo:
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *engines: Publisher) -> None:
+        self._engines = engines
         self._url = f"http://127.0.0.1:{free_port()}"
         port = self._url.rpartition(":")[2]
         command = (sys.executable, "-m", "dynamo.indexer", "--port", port)
@@ -48,10 +49,19 @@ class Dynamo:
         assert self._ask("/register", about | endpoints) == {"status": "ok"}
 
     def wait_for(self, *blocks: int, on: dict[int, int]) -> None:
-        """Until it finds that many of these blocks, from the first on, on each instance."""
-        wait_until(lambda: self.find(*blocks) == on, f"{blocks} are found on {on}")
+        """Until it finds that many of these blocks, from the first on, on each instance.
 
-    def find(self, *blocks: int) -> dict[int, int]:
+        Whatever it has missed, it asks for when it hears the next batch, as all subscribers."""
+
+        def finds() -> bool:
+            for engine in self._engines:
+                if engine.process.is_alive():
+                    engine.publish(plain(9), removed(9))
+            return self._find(*blocks) == on
+
+        wait_until(finds, f"{blocks} are found on {on}")
+
+    def _find(self, *blocks: int) -> dict[int, int]:
         tokens = [token for block in blocks for token in stored(block).token_ids]
         found = self._ask("/query", {"model_name": MODEL, "token_ids": tokens})["instances"]
         return {int(name): about["longest_matched"] // SIZE for name, about in found.items()}
@@ -84,7 +94,7 @@ def plain(*blocks: int, parent: int | None = None) -> Any:
 def test_a_prefix_is_on_a_node_from_its_first_copy_to_its_last(streams: Streams) -> None:
     a, b, c = map(streams.engine, "abc")
     a.publish(plain(1, 2, 3))  # before anyone listens
-    dynamo = Dynamo(streams.node)
+    dynamo = Dynamo(streams.node, a, b, c)
     dynamo.register(1, streams.events(a.source, b.source))
     dynamo.register(2, streams.events(c.source))
     dynamo.wait_for(1, 2, 3, on={1: 3})
@@ -105,7 +115,7 @@ def test_a_prefix_is_on_a_node_from_its_first_copy_to_its_last(streams: Streams)
 def test_a_stream_that_was_started_anew_is_believed(streams: Streams) -> None:
     a = streams.engine("a")
     events = streams.events(a.source)
-    dynamo = Dynamo(streams.node)
+    dynamo = Dynamo(streams.node, a)
     dynamo.register(1, events)
     a.publish(plain(1, 2, 3))
     dynamo.wait_for(1, 2, 3, on={1: 3})
@@ -113,9 +123,4 @@ def test_a_stream_that_was_started_anew_is_believed(streams: Streams) -> None:
     events.process.wait()
     a.publish(removed(3))
     events.start()
-
-    def hears_of_it() -> bool:
-        a.publish(plain(9), removed(9))  # by the next batch, as all subscribers
-        return dynamo.find(1, 2, 3) == {1: 2}
-
-    wait_until(hears_of_it, "Dynamo's indexer asks for what the new stream has")
+    dynamo.wait_for(1, 2, 3, on={1: 2})
