@@ -128,7 +128,9 @@ def test_a_killed_stream_harms_no_engine_and_the_next_one_tells_all_again(
     events.process.wait()
     a.publish(removed(2), stored(3))
     events.start()
-    streams.router(events).wait_for(1, 3)
+    again = streams.router(events)
+    again.wait_for(1, 3)
+    assert again.last > router.last + 100, "a gap, so that who heard the killed one asks for all"
 
 
 @pytest.mark.parametrize("apart", [False, True])
