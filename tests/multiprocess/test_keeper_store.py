@@ -296,6 +296,32 @@ def test_what_was_computed_after_a_withdrawal_is_shared_again(world: World) -> N
     assert all("/1/" in key for key in world.calls("get")[-1][1:])
 
 
+def test_what_is_withdrawn_before_the_keeper_has_reached_the_store_is_not_used(
+    world: World,
+) -> None:
+    """Another keeper had written it, and the store's number is not the first one."""
+    first = world.keeper(world.one)
+    a = world.engine(world.one, "a").toy
+    world.keeper(world.two)
+    b = world.engine(world.two, "b")
+    a.node.reset()
+    assert a.node.wait_joined(PATIENCE_SECONDS)
+    wait_until(lambda: bool(world.calls("set_number")), "the first withdrawal is in the store")
+    keys = prompt(a, b"1")
+    a.compute(keys, range(6))
+    world.wait_for_written(keys)
+    assert first.process.terminate() == 0
+    b.wait_until_served()
+    (world / "down").touch()
+    again = world.keeper(world.one)
+    again.wait_for(keys)
+    a.node.reset()
+    wait_until(lambda: not any(again.has(keys)), "the keeper hears of the withdrawal")
+    (world / "down").unlink()
+    wait_until(lambda: len(world.calls("set_number")) == 2, "the second one is in the store")
+    wait_until(lambda: b.length(keys) == 0, "the other node uses it no more")
+
+
 @pytest.mark.parametrize("fault", ["down", "hung"])
 def test_a_store_that_does_not_answer_is_a_miss_and_the_keeper_goes_on(
     world: World, fault: str

@@ -22,10 +22,12 @@ LOOK_SECONDS = 1.0
 class _Known:
     number: int = 0
     """The highest that this keeper has seen."""
-    holds: bool = False
-    """Whether the store has said so, and nothing was withdrawn since."""
+    withdrawals: int = 0
+    """Of this node."""
+    covered: int = -1
+    """How many of them the number covers, as the store has said; -1: it has said nothing yet."""
     withdrawn: frozenset[int] = frozenset()
-    """Epochs of engines of which the number takes account, or will."""
+    """The epochs that were withdrawn."""
     looking: bool = False
     look_at: float = 0.0
 
@@ -43,49 +45,47 @@ class Generations:
         """Return the number with which a shelf's blocks are read and written now; None: not at
         all."""
         known = self._known.get(shelf.layout.fingerprint)
-        return known.number if known is not None and known.holds else None
+        return known.number if known is not None and known.covered == known.withdrawals else None
 
     def follow(self, shelf: Shelf, now: float) -> None:
         """Take note of withdrawals here, and look for those of other nodes now and then."""
+        key = generation_key(shelf.layout.fingerprint)
         known = self._known.setdefault(shelf.layout.fingerprint, _Known())
-        fresh = shelf.node.withdrawn() - known.withdrawn
-        if fresh:
+        if fresh := shelf.node.withdrawn() - known.withdrawn:
             known.withdrawn |= fresh
-            known.number += 1
-            known.holds = False
-        if known.looking or not (fresh or now >= known.look_at) or not self._link.connected:
+            known.withdrawals += 1
+            known.look_at = now
+        if known.looking or now < known.look_at or not self._link.connected:
             return
         known.looking, known.look_at = True, now + LOOK_SECONDS
-        store, number, key = (
-            self._link.store,
-            known.number,
-            generation_key(shelf.layout.fingerprint),
-        )
-        self._link.looks.make(
-            lambda: _raise_to(store, key, number), lambda found: self._seen(shelf, known, found)
-        )
+        store, number, asked = self._link.store, known.number, known.withdrawals
+        raising = asked > max(known.covered, 0)
+
+        def looked(found: int | None) -> None:
+            known.looking = False
+            if found is not None:
+                self._take(shelf, known, found)
+                known.covered = asked
+
+        self._link.looks.make(lambda: _look(store, key, number, raising), looked)
 
     def seen(self, shelf: Shelf, number: int) -> None:
         """A fetch has found this number in the store."""
         if (known := self._known.get(shelf.layout.fingerprint)) is not None:
-            self._seen(shelf, known, number, looked=False)
+            self._take(shelf, known, number)
 
-    def _seen(self, shelf: Shelf, known: _Known, found: int | None, looked: bool = True) -> None:
-        known.looking &= not looked
-        if found is None:
-            return
+    def _take(self, shelf: Shelf, known: _Known, found: int) -> None:
         if found > known.number:
-            began = known.number > 0 or known.holds
             known.number = found
-            if began:
+            if known.covered >= 0:
                 self._superseded(shelf)
-        if looked:
-            known.holds = found == known.number
 
 
-def _raise_to(store: Store, key: str, number: int) -> int:
-    """Have the store's number be at least this one; return it."""
+def _look(store: Store, key: str, least: int, raising: bool) -> int:
+    """Return the store's number, which is now at least this one, and, if it is to be raised, higher
+    than it was."""
     found = store.number(key)
-    if found < number:
-        store.set_number(key, number)
-    return max(found, number)
+    wanted = max(found, least) + raising
+    if found < wanted:
+        store.set_number(key, wanted)
+    return wanted
