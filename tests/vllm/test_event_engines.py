@@ -21,7 +21,7 @@ from ..multiprocess.processes import real_processes
 from .engines import SharedNode
 from .oracle import prompts, shareable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 FEW_BLOCKS = 20
 SHORT = EngineSpec.longest_prompt((FEW_BLOCKS - 1) * BLOCK_SIZE)

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader import get_model
 
 from kvshm.hooks.vllm.identity.experts import held_experts, share_of, total
 from kvshm.hooks.vllm.identity.weights import weights_digest
+from kvshm.hooks.weights import WeightsUnknown
 
 from .families import MIXTURES
 
@@ -71,7 +72,12 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 def test_ranks_hold_the_same_experts_together_however_many_they_are(
     load: Load, name: str, tmp_path: Path
 ) -> None:
+    """With AMX vLLM's attention of latents takes a part of the weights, so engines are refused."""
     model = MIXTURES[name](tmp_path / name)
+    if name == "deepseek" and torch.cpu._is_amx_tile_supported():
+        with pytest.raises(WeightsUnknown, match=r"keeps .*kv_b_proj\.weight where it cannot be"):
+            load(model, 1, True)
+        return
     alone, rest = load(model, 1, True)
     assert alone != bytes(32)
     assert len(rest) == 1

@@ -161,7 +161,9 @@ def _packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     a kernel library in its own format and empties the parameter.  Raises WeightsUnknown for a layer
     whose kernel cannot be asked for its weight."""
     for name, module in sorted(model.named_modules()):
-        if hasattr(module, "cpu_linear") and _is_emptied(module, "weight"):
+        multiply = getattr(module, "cpu_linear", None)
+        # torch's own holds no weight: with AMX latents' attention has taken it.
+        if multiply not in (None, torch.nn.functional.linear) and _is_emptied(module, "weight"):
             yield name, module
         elif key := _unreadable(module):
             raise WeightsUnknown(f"vLLM keeps {name}.{key} where it cannot be read")
