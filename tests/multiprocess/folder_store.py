@@ -51,8 +51,9 @@ class FolderStore:
         return int(path.read_bytes()) if path.exists() else 0
 
     def set_number(self, key: str, number: int) -> None:
-        self._call("set_number", (key,))
+        self._call("raise", (key,))
         self._write(self.path(key), str(number).encode())
+        self._log("set_number", (key,))  # once others can see it
 
     def close(self) -> None:
         pass
@@ -71,9 +72,12 @@ class FolderStore:
         unfinished.write_bytes(value)
         unfinished.rename(path)
 
-    def _call(self, what: str, keys: Sequence[str]) -> None:
+    def _log(self, what: str, keys: Sequence[str]) -> None:
         with (self.folder / "calls").open("a") as calls:
             calls.write(" ".join((what, str(os.getpid()), *keys)) + "\n")
+
+    def _call(self, what: str, keys: Sequence[str]) -> None:
+        self._log(what, keys)
         self._wait_while("hung")
         if (self.folder / "down").exists():
             raise StoreError("the folder is down")

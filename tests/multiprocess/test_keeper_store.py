@@ -231,6 +231,8 @@ def test_what_the_keeper_has_no_room_for_is_not_fetched(world: World) -> None:
     world.wait_for_written(keys)
     b = world.engine(world.two, "b")
     wait_until(lambda: b.length(keys[:5]) == 5, "the keeper fetches what it has room for")
+    imports(b.toy, keys[:5])
+    b.toy.node.retract(range(20, 25))
     assert b.length(keys) == 0
 
 
@@ -304,6 +306,8 @@ def test_what_is_withdrawn_before_the_keeper_has_reached_the_store_is_not_used(
     a = world.engine(world.one, "a").toy
     world.keeper(world.two)
     b = world.engine(world.two, "b")
+    a.compute(prompt(a, b"before"), range(6))
+    first.wait_for(prompt(a, b"before"))
     a.node.reset()
     assert a.node.wait_joined(PATIENCE_SECONDS)
     wait_until(lambda: bool(world.calls("set_number")), "the first withdrawal is in the store")

@@ -121,11 +121,12 @@ class Fetching:
         under_way_now = len(under_way) + len(fresh)
         seconds = self._costs.load_seconds(under_way_now * value_bytes(shelf))
         worth = length > wanted.lacking.found and seconds < wanted.seconds
-        if not worth or len(needed) > shelf.most:
+        kept = [name for name in prompt.needed(length) if shelf.kept(name) is not None]
+        if not worth or len(kept) + len(needed) > shelf.most:
             self._refuse(ask.route, wanted)
             return
         self._desk.answer(ask.route, Coming(wanted.number, length, seconds))
-        self._memory.use(shelf, prompt.needed(length))
+        self._memory.use(shelf, kept)
         under_way.update(dict.fromkeys(fresh))
         self._waiting += [(shelf, generation, name) for name in fresh]
         if needed:
