@@ -20,6 +20,8 @@ import reaper
 from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
+from kvshm.halves import Receipt
+
 from ..engines_under_test import ENGINES
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode
@@ -106,14 +108,20 @@ def test_an_answer_says_where_its_prompt_came_from(uneven: Pair) -> None:
     common = {"prompt_tokens": len(prompt), "peer_tokens": 0}
     with node.sharing(exporter, shareable(prompt)):
         reported = answered(exporter, prompt, asked)
+    assert reported is not None
+    assert Receipt.read(reported.pop("after")) is not None
     assert reported == {**common, "local_tokens": 0, "computed_tokens": len(prompt)}
     reported = answered(importer, prompt, asked)
+    assert reported is not None
+    assert reported.pop("after")
     with contextlib.closing(node.table(exporter)) as table:
         peers = {table.engine: shared}
     assert reported == {
         **common, "local_tokens": 0, "peer_tokens": shared, "computed_tokens": rest, "peers": peers
     }  # fmt: skip
     reported = answered(importer, prompt, asked)
+    assert reported is not None
+    assert reported.pop("after")
     assert reported == {**common, "local_tokens": shared, "computed_tokens": rest}
     assert answered(importer, prompt, {}) is None
 
