@@ -14,6 +14,7 @@ Neither waits for the other: an ask that nobody takes is a miss.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -24,8 +25,11 @@ from msgspec import Meta
 
 from kvshm._base.forks import guard_forks
 from kvshm._base.ids import HASH_BYTES
+from kvshm._base.resources import require_descriptors
 from kvshm._base.rundir import store_socket
+from kvshm._node.coordinator_sockets import DESCRIPTORS
 from kvshm._node.protocol import FINGERPRINT_BYTES
+from kvshm.errors import KvshmError
 
 from .groups import Group
 
@@ -127,7 +131,7 @@ class StoreAsks:
         if (now := self._clock()) < self._look_at:
             return False
         self._look_at = now + AGAIN_SECONDS
-        return self._path.exists() and self._open()
+        return os.path.exists(self._path) and self._open()
 
     def ask(
         self,
@@ -181,6 +185,7 @@ class StoreAsks:
 
     def _open(self) -> bool:
         try:
+            require_descriptors(DESCRIPTORS)  # without these libzmq ends the process
             self._context = self._context or zmq.Context(io_threads=1)
             self._socket = socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
@@ -188,7 +193,7 @@ class StoreAsks:
             socket.setsockopt(zmq.RCVHWM, QUEUED)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
             socket.connect(f"ipc://{self._path}")
-        except zmq.ZMQError:  # no descriptors
+        except (KvshmError, zmq.ZMQError):
             self.give_up()
             return False
         return True

@@ -84,9 +84,9 @@ class FolderStore:
 
     def _wait_while(self, name: str) -> None:
         while (self.folder / name).exists():
-            time.sleep(0.005)
+            time.sleep(0.005)  # nobody tells a process that a file has gone
 
 
 if __name__ == "__main__":
-    command._store = FolderStore  # type: ignore[assignment]
+    command._store = FolderStore  # type: ignore[assignment]  # made of the same path
     sys.exit(cli.main())

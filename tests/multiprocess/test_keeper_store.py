@@ -55,6 +55,15 @@ class World:
     def keeper(self, place: Node, blocks: int = 1000) -> StoreKeeper:
         return StoreKeeper(place, self.folder, blocks)
 
+    def computed_on_one(self, **how: Any) -> tuple[Toy, list[bytes]]:
+        """An engine of the first node has computed a prompt, which is in the store; returns it, and
+        the prompt's keys."""
+        a = self.engine(self.one, "a", **how).toy
+        keys = prompt(a, b"1")
+        a.compute(keys, range(6))
+        self.wait_for_written(keys)
+        return a, keys
+
     def calls(self, what: str) -> list[list[str]]:
         """The keys of each call of this kind so far, a keeper's pid in front."""
         lines = (self.folder / "calls").read_text().splitlines()
@@ -117,10 +126,7 @@ def test_a_prompt_of_another_node_is_fetched_once_and_shared_by_all_engines_here
     world: World,
 ) -> None:
     world.keeper(world.one), world.keeper(world.two)
-    a = world.engine(world.one, "a").toy
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
+    _, keys = world.computed_on_one()
     b, c = world.engine(world.two, "b"), world.engine(world.two, "c")
     b.wait_until_served()
     assert b.length(keys) == 6
@@ -139,10 +145,7 @@ def _key(stored: str) -> bytes:
 
 def test_two_engines_that_ask_at_once_have_it_fetched_once(world: World) -> None:
     world.keeper(world.one), world.keeper(world.two)
-    a = world.engine(world.one, "a").toy
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
+    _, keys = world.computed_on_one()
     b, c = world.engine(world.two, "b"), world.engine(world.two, "c")
     b.wait_until_served()
     (world / "held").touch()
@@ -175,10 +178,7 @@ def test_what_every_engine_and_the_keeper_have_lost_comes_back(world: World) -> 
 
 def test_engines_of_another_kind_find_nothing_nor_do_other_salts(world: World) -> None:
     world.keeper(world.one), world.keeper(world.two)
-    a = world.engine(world.one, "a").toy
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
+    _, keys = world.computed_on_one()
     other = world.engine(world.two, "b", "other weights")
     other.wait_until_served()
     assert other.toy.prompt(6, b"1") == keys  # keys say nothing of weights
@@ -192,10 +192,7 @@ def test_engines_of_another_kind_find_nothing_nor_do_other_salts(world: World) -
 def test_bytes_that_are_not_as_they_were_written_are_thrown_away(world: World) -> None:
     world.keeper(world.one)
     keeper = world.keeper(world.two)
-    a = world.engine(world.one, "a").toy
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
+    _, keys = world.computed_on_one()
     stored = [key for call in world.calls("put") for key in call[1:]]
     third, fifth = (next(key for key in stored if _key(key) == keys[i]) for i in (2, 4))
     value = bytearray(world.store.path(third).read_bytes())
@@ -213,10 +210,7 @@ def test_bytes_that_are_not_as_they_were_written_are_thrown_away(world: World) -
 
 def test_what_computes_sooner_is_not_fetched(world: World) -> None:
     world.keeper(world.one), world.keeper(world.two)
-    a = world.engine(world.one, "a").toy
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
+    _, keys = world.computed_on_one()
     b = world.engine(world.two, "b")
     b.wait_until_served()
     assert b.length(keys, computing=0.0) == 0
@@ -225,10 +219,7 @@ def test_what_computes_sooner_is_not_fetched(world: World) -> None:
 
 def test_what_the_keeper_has_no_room_for_is_not_fetched(world: World) -> None:
     world.keeper(world.one), world.keeper(world.two, 5)
-    a = world.engine(world.one, "a").toy
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
+    _, keys = world.computed_on_one()
     b = world.engine(world.two, "b")
     wait_until(lambda: b.length(keys[:5]) == 5, "the keeper fetches what it has room for")
     imports(b.toy, keys[:5])

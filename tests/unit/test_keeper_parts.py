@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +16,8 @@ from kvshm.tools.keeper.admission import Known, Waiting, is_admitted
 from kvshm.tools.keeper.catalogue import Catalogue, Use
 from kvshm.tools.keeper.pace import LEAST_BLOCK_BYTES, Pace
 from kvshm.tools.keeper.room import Room
+from kvshm.tools.keeper.staging import STAGED_BYTES, Staging, value_bytes
+from kvshm.tools.keeper.store import StoreError
 from kvshm.tools.options import parse_size
 
 A, B, KEEPER = 1, 2, 9
@@ -280,3 +284,25 @@ def test_sizes() -> None:
     for wrong in ("", "0", "G", "-1G", "1.5G", "8 G", "8P"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size like 8G"):
             parse_size(wrong)
+
+
+class _Lender:
+    """Of a store: what lends memory."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def buffer(self, nbytes: int) -> memoryview:
+        if nbytes > self._most:
+            raise StoreError("no memory")
+        return memoryview(bytearray(nbytes))
+
+
+def test_what_a_store_is_given_has_room_for_a_block_of_any_size() -> None:
+    large: Any = SimpleNamespace(layout=SimpleNamespace(block_bytes=((STAGED_BYTES, 1),)))
+    lender: Any = _Lender(2 * STAGED_BYTES)
+    staging = Staging(lender)
+    assert staging.values(large) == 1
+    assert len(staging.value(large, 0)) == value_bytes(large) > STAGED_BYTES
+    lender = _Lender(STAGED_BYTES)
+    assert Staging(lender).values(large) == 0

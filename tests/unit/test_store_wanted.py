@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,3 +91,15 @@ def test_it_is_what_an_engines_search_would_find(
             for i in range(part.first, part.first + part.num_blocks)
         }
         assert parts <= needed
+
+
+@pytest.mark.timeout(60)
+def test_a_length_that_no_prompt_has_ends_at_once() -> None:
+    """Whatever an engine asks, the keeper has other engines."""
+    hashes = [sha256(bytes([i])).digest() for i in range(4)]
+    groups = Groups([Group(0, TOKENS, window=3 * TOKENS)])
+    lacking = Lacking(0, 0, 2**32 - 1)
+    asked = decode_wanted(encode(Wanted(bytes(32), 1, b"".join(hashes), lacking, groups.all, 1.0)))
+    assert asked is not None
+    assert Prompt(asked).longest(lambda _: True) == 4
+    assert Prompt(asked).longest(lambda _: False) == 0

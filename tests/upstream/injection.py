@@ -61,7 +61,7 @@ class PlayedRanks:
         deadline = time.monotonic() + START_SECONDS
         while self.table is None or self.side.cache.meets_peers:
             assert time.monotonic() < deadline, f"kvshm has not joined: {self._lacks()}"
-            time.sleep(0.002)
+            time.sleep(0.002)  # the client's thread announces nothing
         self.open()
 
     def _lacks(self) -> str:

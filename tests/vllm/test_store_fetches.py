@@ -6,6 +6,7 @@ The scheduler is vLLM's, the sockets are real, and the test sits at the keeper's
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.store_asks import AGAIN_SECONDS, Coming, Wanted
 from kvshm._shm import statistics as c
-from kvshm.hooks.vllm.imports.store_fetches import ANSWER_SECONDS, LATE_SECONDS
+from kvshm.hooks.vllm.imports.store_fetches import ANSWER_SECONDS, LATE_SECONDS, MOST_SECONDS
 from kvshm.interfaces import Region
 from kvshm.tools.keeper.desk import Desk
 from kvshm.tools.keeper.wanted import Prompt
@@ -191,6 +192,16 @@ def test_no_request_waits_longer_than_computing_takes(node: Callable[..., Node])
     n.answer(to, BLOCKS, seconds=1.0)
     assert n.waits()
     n.now += to[1].seconds + LATE_SECONDS * 1.1
+    assert not n.waits()
+
+
+def test_whatever_a_keeper_says_the_wait_ends(node: Callable[..., Node]) -> None:
+    n = node()
+    n.e.add("r", prompt(BLOCKS))
+    assert n.waits()
+    n.answer(n.asked(), BLOCKS, seconds=math.inf)
+    assert n.waits()
+    n.now += MOST_SECONDS + LATE_SECONDS * 1.1
     assert not n.waits()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zmq
 
+from kvshm._base.resources import require_descriptors
 from kvshm._base.rundir import store_socket
 from kvshm._engine.store_asks import (
     MAX_ASK_BYTES,
@@ -17,6 +18,7 @@ from kvshm._engine.store_asks import (
     decode_wanted,
     encode,
 )
+from kvshm._node.coordinator_sockets import DESCRIPTORS
 from kvshm._node.locks import cleanup_lock
 from kvshm._shm.fds import file_at, is_served, remove_own
 from kvshm.errors import ConfigError, TransportError
@@ -29,6 +31,7 @@ class Desk:
         """Raises ConfigError if another keeper is there, TransportError, and
         RunDirectoryError."""
         path = store_socket(run_dir, namespace)
+        require_descriptors(DESCRIPTORS)  # without these libzmq ends the process
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (

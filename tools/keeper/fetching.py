@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kvshm._engine.costs import Costs
@@ -16,6 +17,9 @@ from .staging import Memory, Staging, value_bytes
 from .store import HEADER_BYTES, Store, block_keys, generation_key, read_value
 from .store_link import StoreLink
 from .wanted import Prompt
+
+MOST_ASKS = 64
+"""Of one round: the keeper has other things to do."""
 
 
 class _Ask(NamedTuple):
@@ -72,7 +76,7 @@ class Fetching:
     def go_round(self, shelves: Mapping[str, Shelf]) -> None:
         """Answer what has arrived, and fetch."""
         self._under_way = {each: self._under_way.get(each, {}) for each in shelves.values()}
-        for route, wanted in self._desk.asks():
+        for route, wanted in islice(self._desk.asks(), MOST_ASKS):
             shelf = shelves.get(wanted.fingerprint.hex())
             generation = self._generations.of(shelf) if shelf is not None else None
             if shelf is None or generation is None or not self._may_fetch(shelf):

@@ -76,6 +76,7 @@ class MooncakeStore:
         self._pinned = ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = MooncakeDistributedStore()
+        self._connected = False
         self._buffers: list[tuple[mmap.mmap, Any]] = []
 
     def connect(self) -> None:
@@ -95,10 +96,17 @@ class MooncakeStore:
             raise StoreError(f"Mooncake's master at {s.master_server_address} says {result}")
         for memory, first in self._buffers:
             self._register(memory, first)
+        self._connected = True
 
     def buffer(self, nbytes: int) -> memoryview:
-        memory = mmap.mmap(-1, nbytes)
-        self._buffers.append((memory, ctypes.c_char.from_buffer(memory)))
+        try:
+            memory = mmap.mmap(-1, nbytes)
+        except OSError as exc:
+            raise StoreError(f"no {nbytes} bytes to read and write blocks: {exc}") from exc
+        first = ctypes.c_char.from_buffer(memory)
+        if self._connected:
+            self._register(memory, first)
+        self._buffers.append((memory, first))
         return memoryview(memory)
 
     def has(self, keys: Sequence[str]) -> list[bool]:

@@ -8,10 +8,10 @@ from typing import Protocol
 from kvshm.api import BlockName
 
 from .shelf import Shelf, Stored
-from .store import HEADER_BYTES, Store
+from .store import HEADER_BYTES, Store, StoreError
 
 STAGED_BYTES = 16 << 20
-"""Of the values of one call."""
+"""Of the values of one call, or one value."""
 
 
 class Memory(Protocol):
@@ -42,11 +42,19 @@ class Staging:
     """Room for the values of one call."""
 
     def __init__(self, store: Store) -> None:
+        self._store = store
         self._buffer = store.buffer(STAGED_BYTES)
 
     def values(self, shelf: Shelf) -> int:
-        """Return how many values of a shelf fit; 0 if its blocks are too large."""
-        return len(self._buffer) // value_bytes(shelf)
+        """Return how many values of a shelf fit, and have room for one at least.  0: the store
+        takes no memory for it."""
+        size = value_bytes(shelf)
+        if size > len(self._buffer):  # a call under way keeps the memory that it has
+            try:
+                self._buffer = self._store.buffer(size)
+            except StoreError:
+                return 0
+        return len(self._buffer) // size
 
     def value(self, shelf: Shelf, index: int) -> memoryview:
         """Return room for one value."""

@@ -36,7 +36,8 @@ class Store(Protocol):
     but ``buffer`` may block, and raises StoreError if the store cannot be reached."""
 
     def buffer(self, nbytes: int) -> memoryview:
-        """Return memory that ``put`` reads from, and ``get`` writes to.  Before ``connect``."""
+        """Return memory that ``put`` reads from, and ``get`` writes to, for as long as the store is
+        used.  Before ``connect`` or after it; raises StoreError if there is none."""
         ...
 
     def connect(self) -> None:

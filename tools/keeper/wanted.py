@@ -16,7 +16,8 @@ class Prompt:
     def __init__(self, wanted: Wanted) -> None:
         self._hashes = wanted.hashes
         self._groups = Groups(wanted.groups)
-        self._start, _, self._stop = wanted.lacking
+        start, _, stop = wanted.lacking
+        self._start, self._stop = start, min(stop, len(self._hashes))
         if len(self._groups.all) == 1:  # a draft layer's block is within the hit
             self._hashes = self._hashes[: self._stop]
 

@@ -51,7 +51,9 @@ class Writing:
             return
         for shelf, waiting in self._waiting.items():
             if waiting and (generation := self._generations.of(shelf)) is not None:
-                most = self._staging.values(shelf)
+                if not (most := self._staging.values(shelf)):
+                    waiting.clear()
+                    continue
                 names = [name for name, _ in zip(list(waiting), range(most), strict=False)]
                 for name in names:
                     del waiting[name]

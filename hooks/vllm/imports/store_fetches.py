@@ -37,6 +37,9 @@ ANSWER_SECONDS = 0.25
 LATE_SECONDS = 0.1
 """How much longer than PATIENCE times its estimate, or than computing takes, a fetch is waited for.
 """
+MOST_SECONDS = 30.0
+"""Longest wait of one request, whatever a keeper says, and where it is not known how long computing
+takes."""
 LOOK_SECONDS = 0.02
 """Between two lookups of a request that waits: with several groups each takes some time."""
 LEAST_SECONDS = 0.01
@@ -104,7 +107,7 @@ class StoreFetches:
         now, answer = self._clock(), self._store.answer(fetch.number)
         if answer is not None and fetch.length is None and answer.length:
             fetch.length = answer.length
-            longest = min(PATIENCE * answer.seconds, fetch.computing)
+            longest = min(PATIENCE * answer.seconds, fetch.computing, MOST_SECONDS)
             fetch.until = now + LATE_SECONDS + longest
         came = fetch.length is not None and found >= fetch.length
         refused = answer is not None and not answer.length
