@@ -29,6 +29,7 @@ from kvshm.coordinator.in_process import serve
 from kvshm.coordinator.server import Server
 from kvshm.errors import AlreadyRunning, KvshmError, RunDirectoryError, TransportError
 
+from ..descriptors import names_open
 from ..unit.few_threads import no_threads
 from . import toys
 from .engines import FakeEngine
@@ -334,9 +335,7 @@ def test_a_child_does_not_keep_the_lock_where_sockets_are_not_listed(
     lock = lock_path(node.run_dir, node.namespace)
 
     def has_no_lock() -> None:
-        with os.scandir("/proc/self/fd") as entries:
-            links = [os.readlink(each.path) for each in entries if each.is_symlink()]
-        assert os.fspath(lock.resolve()) not in links
+        assert os.fspath(lock.resolve()) not in names_open()
 
     with serve(config_of(node)):
         with pytest.raises(AssertionError):

@@ -273,8 +273,7 @@ def test_what_is_withdrawn_on_one_node_is_used_on_none(world: World) -> None:
 
 
 def test_what_was_computed_after_a_withdrawal_is_shared_again(world: World) -> None:
-    first = world.keeper(world.one)
-    world.keeper(world.two)
+    first, second = world.keeper(world.one), world.keeper(world.two)
     a, b = world.engine(world.one, "a").toy, world.engine(world.two, "b")
     keys = prompt(a, b"1")
     a.compute(keys, range(6))
@@ -285,7 +284,8 @@ def test_what_was_computed_after_a_withdrawal_is_shared_again(world: World) -> N
     wait_until(lambda: bool(world.calls("set_number")), "the withdrawal is in the store")
     a.compute(keys, range(6))
     first.wait_for(keys)
-    wait_until(lambda: b.length(keys) == 6, "the other node has what was computed since")
+    wait_until(lambda: b.length(keys) == 6, "the other node will have what was computed since")
+    second.wait_for(keys)
     assert all("/1/" in key for key in world.calls("get")[-1][1:])
 
 

@@ -13,6 +13,7 @@ import pytest
 from local_node import Engine, EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
+from ..descriptors import names_open
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
@@ -60,8 +61,7 @@ def workers(engine: Engine) -> list[int]:
 
 
 def open_files(pid: int) -> set[str]:
-    links = (os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
-    return {link.removesuffix(" (deleted)") for link in links}
+    return {name.removesuffix(" (deleted)") for name in names_open(pid)}
 
 
 def test_every_rank_imports_and_the_answer_is_that_of_a_local_hit(wide: Pair) -> None:

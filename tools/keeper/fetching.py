@@ -176,9 +176,9 @@ class Fetching:
             if block is not None:
                 _copy(value, self._memory.bytes_of(shelf, block))
                 filled.append((content, block))
-        self._memory.added(shelf, shelf.add(filled, now))
-        shelf.node.count("store_damaged", damaged)
+        shelf.node.count("store_damaged", damaged)  # first: who finds the blocks finds them counted
         shelf.node.count("store_fetched", len(filled))
+        self._memory.added(shelf, shelf.add(filled, now))
         return [name for name in batch.names if shelf.kept(name) is not None]
 
     def _done(
