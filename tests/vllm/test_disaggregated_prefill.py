@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,30 @@ def test_a_chat_is_imported(pair: Pair, client: Client) -> None:
     with observe(pair.node, pair.b) as seen:
         answer = client.chat(words)
     seen.assert_imported(answer.prompt_tokens // BLOCK_SIZE)
+
+
+@pytest.mark.nightly
+def test_one_prefills_for_two_and_two_for_one(pair: Pair, model: Path, tmp_path: Path) -> None:
+    (third,) = pair.node.start_engines(EngineSpec("third", model, core=0, num_blocks=256))
+    a, b = pair.a, pair.b
+    try:
+        pair.node.wait_joined(a, b, third)
+        for seed, prefill, decode in ((4104, [a], [b, third]), (4105, [a, third], [b])):
+            port = free_port()
+            with proxy(prefill, decode, port, tmp_path / "proxy.log"), ExitStack() as observed:
+                seen = [observed.enter_context(observe(pair.node, each)) for each in decode]
+                client = Client(port, model)
+                sent = prompts(seed, REQUESTS)
+                answers = [client.complete(prompt) for prompt in sent]
+                observed.close()
+            for each in seen:
+                each.assert_imported(REQUESTS * BLOCKS // len(decode))
+            # Each engine of a kind in turn: of two, the first has computed every other prompt.
+            local = [prefill[i % len(prefill)] for i in range(REQUESTS)]
+            hits = [e.complete(p, max_tokens=TOKENS) for e, p in zip(local, sent, strict=True)]
+            assert answers == hits
+    finally:
+        pair.node.stop_engines(third)
 
 
 def test_answers_go_on_when_the_prefill_engine_is_killed(

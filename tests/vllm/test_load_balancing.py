@@ -1,5 +1,5 @@
-"""Two servers in front of the data-parallel ranks of one machine: every rank is an engine, whoever
-balances between them, and all metrics count it once."""
+"""One server or two in front of the data-parallel ranks of one machine: every rank is an engine,
+whoever balances between them, and all metrics count it once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-SERVERS = 2
+RANKS = 4
 Way = Callable[[int], tuple[str, ...]]
 
 
@@ -42,9 +42,14 @@ class Serve(EngineSpec):
         return [sys.executable, serve, *module[module.index("--model") + 1 :]]
 
 
+def internal(number: int) -> tuple[str, ...]:
+    """The one server balances between all ranks."""
+    return ("--data-parallel-size", str(RANKS))
+
+
 def hybrid(number: int) -> tuple[str, ...]:
     """A server balances between its own two ranks, somebody else between the servers."""
-    size = ("--data-parallel-size", "4", "--data-parallel-size-local", "2")
+    size = ("--data-parallel-size", str(RANKS), "--data-parallel-size-local", "2")
     return (*size, "--data-parallel-hybrid-lb", "--data-parallel-start-rank", str(2 * number))
 
 
@@ -54,19 +59,20 @@ def external(number: int) -> tuple[str, ...]:
     return (*size, "--enable-expert-parallel")
 
 
-def spec(model: Path, number: int, arguments: tuple[str, ...], port: int) -> Serve:
+def spec(model: Path, number: int, arguments: tuple[str, ...], each: int, port: int) -> Serve:
     meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(port))
     # From 0.33 on rank 1 wants a NUMA node 1, unless the second variable is there.
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_SIM_MULTI_NUMA": "0"}
+    bound = "|".join(str(rank % 2) for rank in range(max(each, 2)))
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_SIM_MULTI_NUMA": "0"}
     length = ("--max-model-len", "2048")
     return Serve(f"server-{number}", model, 0, 64, (*arguments, *meet, *length), cores)
 
 
 class Balanced:
-    def __init__(self, node: SharedNode, model: Path, way: Way, each: int) -> None:
-        self.node, self.each, self.ranks, port = node, each, SERVERS * each, free_port()
+    def __init__(self, node: SharedNode, model: Path, way: Way, servers: int, each: int) -> None:
+        self.node, self.each, self.ranks, port = node, each, servers * each, free_port()
         node.start_coordinator()
-        specs = (spec(model, number, way(number), port) for number in range(SERVERS))
+        specs = (spec(model, number, way(number), each, port) for number in range(servers))
         self.servers = node.start_engines(*specs)
         for _ in wait_until("all ranks have joined", PATIENCE_S):
             if len(known(node)) == self.ranks:
@@ -108,17 +114,20 @@ class Balanced:
         return sorted(int(float(value)) for value in found)
 
 
-@pytest.fixture(params=[(hybrid, 2), (external, 1)], ids=["hybrid", "external"])
+@pytest.fixture(
+    params=[(internal, 1, RANKS), (hybrid, 2, 2), (external, 2, 1)],
+    ids=["internal", "hybrid", "external"],
+)
 def balanced(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Balanced]:
-    way, each = request.param
+    way, servers, each = request.param
     environment = {}
     if way is external:
         model = write_qwen3_moe(tmp_path_factory.mktemp("mixture"))
         environment = cpu_experts.install(tmp_path_factory.mktemp("plug-in"))
     with SharedNode(environment) as node:
-        yield Balanced(node, model, way, each)
+        yield Balanced(node, model, way, servers, each)
 
 
 def test_ranks_of_all_servers_share_and_every_page_counts_each_once(balanced: Balanced) -> None:
