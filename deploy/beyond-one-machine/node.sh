@@ -10,15 +10,22 @@ set -euo pipefail
 [[ $# -eq 2 ]] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 folder=$(mktemp -d)
-pids=()
+coordinator='' keeper=''
 # The coordinator goes last: it removes what the keeper leaves in the run directory.
-trap 'kill "${pids[@]:1}" 2>/dev/null; wait "${pids[@]:1}"; kill "${pids[@]:0:1}"; wait
-      rm -r "$folder"' EXIT
+end() {
+    set +e # of one that has ended already, too
+    for pid in $keeper $coordinator; do
+        kill "$pid" 2>/dev/null
+        wait "$pid"
+    done
+    rm -r "$folder"
+}
+trap end EXIT
 trap exit INT TERM
 
 printf '{"master_server_address": "%s"}\n' "$1" >"$folder/mooncake.json"
 kvshm-coordinator &
-pids+=($!)
+coordinator=$!
 kvshm keeper --memory "$2" --store "$folder/mooncake.json" &
-pids+=($!)
-wait -n
+keeper=$!
+wait -n # whichever ends first takes the other with it

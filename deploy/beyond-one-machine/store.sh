@@ -13,21 +13,28 @@ address=$1 size=$2
 # The port that nodes are given, and one of the master's for people and Prometheus.
 master_port=${MASTER_PORT:-50051} metrics_port=${METRICS_PORT:-9003}
 
-pids=()
-trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
+master='' client=''
+end() {
+    set +e # of one that has ended already, too
+    for pid in $client $master; do
+        kill "$pid" 2>/dev/null
+        wait "$pid"
+    done
+}
+trap end EXIT
 trap exit INT TERM
 
 mooncake_master --rpc_address="$address" --rpc_port="$master_port" \
     --metrics_host="$address" --metrics_port="$metrics_port" --logtostderr &
-pids+=($!)
+master=$!
 until (: </dev/tcp/"$address"/"$master_port") 2>/dev/null; do
-    kill -0 "${pids[0]}" || exit 1
+    kill -0 "$master" || exit 1
     sleep 0.2
 done
 
 # P2PHANDSHAKE: clients find each other without a metadata service.
 mooncake_client --host="$address" --master_server_address="$address:$master_port" \
     --metadata_server=P2PHANDSHAKE --protocol=tcp --global_segment_size="$size" --logtostderr &
-pids+=($!)
+client=$!
 echo "store at $address:$master_port"
 wait -n # whichever ends first takes the other with it

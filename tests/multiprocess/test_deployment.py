@@ -33,6 +33,7 @@ METRICS_UNIT = ROOT / "deploy/systemd/kvshm-metrics.service"
 DOCKERFILE = ROOT / "deploy/Dockerfile"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
 PODS = ROOT / "deploy/kubernetes/pods.yaml"
+NODE = ROOT / "deploy/beyond-one-machine/node.sh"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -239,3 +240,22 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
     assert done.stderr.count("event=serving") == coordinators == 2
     for namespace in ("default", "next"):
         assert f"run_dir=/run/own/kvshm namespace={namespace}" in done.stderr
+
+
+# -- beyond one machine (with a store: tests/beyond/test_deployment.py)
+
+
+def test_a_node_ends_as_a_whole_if_its_keeper_does_not_start(node: Node) -> None:
+    """Of which a coordinator that went on would keep the streams open."""
+    place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
+    path = f"{SCRIPTS}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        [NODE, "127.0.0.1:9", "no size"],
+        env={**os.environ, **place, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert ended.returncode == 2
+    assert "'no size'" in ended.stderr
+    assert not list(node.run_dir.glob("*.lock"))

@@ -21,7 +21,10 @@ from kvshm.errors import ConfigError
 from ..options import parse_size
 from .store import StoreError
 
-INSTALL = "pip install mooncake-transfer-engine"
+INSTALL = (
+    "pip install mooncake-transfer-engine, or without CUDA mooncake-transfer-engine-non-cuda, and "
+    "the system's libibverbs1, librdmacm1, libnuma1 and liburing2"
+)
 P2P = "P2PHANDSHAKE"
 THERE = -705
 """What a put returns of a key that has a value."""
