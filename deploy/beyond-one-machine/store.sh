@@ -10,8 +10,9 @@ set -euo pipefail
 [[ $# -eq 2 ]] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 address=$1 size=$2
 
-# The port that nodes are given, and one of the master's for people and Prometheus.
-master_port=${MASTER_PORT:-50051} metrics_port=${METRICS_PORT:-9003}
+# The port that nodes are given, one of the master's for people and Prometheus, and one of the
+# process with the memory.
+master_port=${MASTER_PORT:-50051} metrics_port=${METRICS_PORT:-9003} memory_port=${MEMORY_PORT:-50052}
 
 master='' client=''
 end() {
@@ -24,17 +25,24 @@ end() {
 trap end EXIT
 trap exit INT TERM
 
+# Wait until a process serves its port.
+serves() {
+    until (: </dev/tcp/"$address"/"$2") 2>/dev/null; do
+        kill -0 "$1" || exit 1
+        sleep 0.2
+    done
+}
+
 mooncake_master --rpc_address="$address" --rpc_port="$master_port" \
     --metrics_host="$address" --metrics_port="$metrics_port" --logtostderr &
 master=$!
-until (: </dev/tcp/"$address"/"$master_port") 2>/dev/null; do
-    kill -0 "$master" || exit 1
-    sleep 0.2
-done
+serves "$master" "$master_port"
 
 # P2PHANDSHAKE: clients find each other without a metadata service.
-mooncake_client --host="$address" --master_server_address="$address:$master_port" \
+mooncake_client --host="$address" --port="$memory_port" \
+    --master_server_address="$address:$master_port" \
     --metadata_server=P2PHANDSHAKE --protocol=tcp --global_segment_size="$size" --logtostderr &
 client=$!
+serves "$client" "$memory_port"
 echo "store at $address:$master_port"
 wait -n # whichever ends first takes the other with it

@@ -189,6 +189,8 @@ class SchedulerHalf:
             state, self.epoch_state = self.epoch_state, None
         if state is not None:
             state.end(leaves=leaves)
+            if not leaves:
+                self.planner.store.withdrew = state.table.epoch
             self._client.rejoin()
 
     def not_opened(self, epoch: int) -> bool:

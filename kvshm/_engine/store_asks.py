@@ -42,6 +42,7 @@ AGAIN_SECONDS = 5.0
 """Between two looks for a keeper with a store, and after one that has not answered."""
 
 _Word = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_Epoch = Annotated[int, Meta(ge=0)]
 _Seconds = Annotated[float, Meta(ge=0)]
 
 
@@ -68,6 +69,8 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
     groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=64)]
     seconds: _Seconds
     """What computing them would take: blocks that come later are not wanted."""
+    withdrew: _Epoch = 0
+    """The epoch that this engine has withdrawn last, 0 if none, or once it is confirmed."""
 
     @property
     def hashes(self) -> list[bytes]:
@@ -83,6 +86,8 @@ class Coming(msgspec.Struct, frozen=True, array_like=True):
     """The prefix that the node will have, in hashes; 0: nothing comes, or not all of it."""
     seconds: _Seconds
     """How long fetching it is estimated to take."""
+    withdrew: _Epoch = 0
+    """The withdrawn epoch of the ask, if no block of it comes out of the store any more."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -120,6 +125,9 @@ class StoreAsks:
         self._number = 0
         self._answers: dict[int, Coming | None] = {}
         """The last answer to each ask that is not forgotten."""
+        self.withdrew = self._confirmed = 0
+        """The epoch that was withdrawn last, set by any thread, and the one that a keeper has
+        confirmed: it says so until then, since no keeper may have been there to hear of it."""
         guard_forks(self)
 
     @property
@@ -146,7 +154,8 @@ class StoreAsks:
         assert self._socket is not None
         self._number = (self._number + 1) % (1 << 32)
         packed = b"".join(each.ljust(HASH_BYTES, b"\0") for each in hashes[:MOST_HASHES])
-        wanted = Wanted(fingerprint, self._number, packed, lacking, groups, seconds)
+        withdrew = self.withdrew if self.withdrew != self._confirmed else 0
+        wanted = Wanted(fingerprint, self._number, packed, lacking, groups, seconds, withdrew)
         try:
             self._socket.send(encode(wanted), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -208,6 +217,7 @@ class StoreAsks:
         try:
             while True:
                 coming = _decode_coming(socket.recv(zmq.NOBLOCK))
+                self._confirmed = coming.withdrew or self._confirmed
                 if coming.number in self._answers:
                     self._answers[coming.number] = coming
         except zmq.Again:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,13 +16,15 @@ from local_node import free_port
 from ..multiprocess.joined import Toys
 from ..multiprocess.keepers import imports, kvshm, prompt
 from ..multiprocess.processes import Managed, Node, fresh_node, wait_until
-from ..multiprocess.test_keeper_store import Engine
+from ..multiprocess.store_world import Engine
 from .store import MOONCAKE
 
 pytestmark = [pytest.mark.beyond, pytest.mark.timeout(600)]
 
 DEPLOY = Path(__file__).parents[2] / "deploy/beyond-one-machine"
 MEMORY = 4 << 20
+ENDED_SECONDS = 30.0
+"""A third of what Mooncake's library takes to give up."""
 
 
 class Scripts:
@@ -38,6 +41,7 @@ class Scripts:
             "KVSHM_NAMESPACE": node.namespace,
             "MASTER_PORT": str(self.port),
             "METRICS_PORT": str(free_port()),
+            "MEMORY_PORT": str(free_port()),
         }
 
     def _start(self, script: str, *arguments: str) -> Managed:
@@ -56,9 +60,9 @@ class Scripts:
         store.wait_out(lambda line: line == f"store at 127.0.0.1:{self.port}")
         return store
 
-    def kvshm(self) -> Managed:
+    def kvshm(self, says: str = "connected to the store") -> Managed:
         started = self._start("node.sh", f"127.0.0.1:{self.port}", str(MEMORY))
-        started.wait_out(lambda line: line == "connected to the store")
+        started.wait_out(lambda line: line.startswith(says))
         return started
 
 
@@ -87,6 +91,40 @@ def test_what_the_keeper_of_a_node_has_written_comes_back_to_the_next(scripts: S
         a.wait_until_served()
         assert a.length(keys) == 6
         imports(a.toy, keys)
+
+
+@pytest.mark.parametrize("fault", ["missing", "stopped"])
+def test_a_keeper_goes_on_without_a_store_and_uses_it_when_it_is_there(
+    scripts: Scripts, fault: str
+) -> None:
+    """Mooncake's library has all threads of its process stand still while it tries for minutes."""
+    master: list[int] = []
+    if fault == "stopped":
+        master = children(scripts.store())[:1]
+        os.kill(master[0], signal.SIGSTOP)
+    try:
+        node = scripts.kvshm("the store does not answer")
+        with closing(Toys(scripts.node, "k")) as toys, closing(Engine(toys.join("a"))) as a:
+            keys = prompt(a.toy, b"1")
+            a.toy.compute(keys, range(6))
+            node.wait_out(lambda line: line.startswith("keeping blocks"))
+            imports(a.toy, keys)
+            if fault == "missing":
+                scripts.store()
+            else:
+                os.kill(master[0], signal.SIGCONT)
+            node.wait_out(lambda line: line == "connected to the store")
+            wait_until(lambda: counted(scripts.node, "store_written_blocks") == 6, "all is written")
+    finally:
+        for pid in master:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_keeper_ends_while_it_waits_for_a_store(scripts: Scripts) -> None:
+    node = scripts.kvshm("the store does not answer")
+    begun = time.monotonic()
+    node.terminate()
+    assert time.monotonic() - begun < ENDED_SECONDS
 
 
 @pytest.mark.parametrize("script", ["store", "kvshm"])

@@ -2,7 +2,8 @@
 
 Run as ``kvshm keeper`` with the folder for ``--store``.  Files there have it misbehave: ``down``
 has each call fail, ``hung`` has it wait until that file is gone, ``held`` only those that read
-values.  ``calls`` has one line for each call: what it was, and the keys.
+values, and with ``full`` nothing more is written.  ``calls`` has one line for each call: what it
+was, and the keys.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -35,6 +37,8 @@ class FolderStore:
 
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[bool]:
         self._call("put", keys)
+        if (self.folder / "full").exists():
+            return [False] * len(keys)
         for key, value in zip(keys, values, strict=True):
             if not self.path(key).exists():
                 self._write(self.path(key), bytes(value))
@@ -49,6 +53,14 @@ class FolderStore:
         self._call("number", (key,))
         path = self.path(key)
         return int(path.read_bytes()) if path.exists() else 0
+
+    def first_number(self, key: str, number: int) -> int:
+        self._call("first_number", (key,))
+        unfinished = self._unfinished(self.path(key), str(number).encode())
+        with suppress(FileExistsError):
+            self.path(key).hardlink_to(unfinished)
+        unfinished.unlink()
+        return int(self.path(key).read_bytes())
 
     def set_number(self, key: str, number: int) -> None:
         self._call("raise", (key,))
@@ -68,9 +80,12 @@ class FolderStore:
         return True
 
     def _write(self, path: Path, value: bytes) -> None:
+        self._unfinished(path, value).rename(path)
+
+    def _unfinished(self, path: Path, value: bytes) -> Path:
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(value)
-        unfinished.rename(path)
+        return unfinished
 
     def _log(self, what: str, keys: Sequence[str]) -> None:
         with (self.folder / "calls").open("a") as calls:

@@ -1,125 +1,28 @@
 """A keeper as its node's client of a store beyond it: what it writes, fetches, checks and drops.
 
-Two nodes of this machine, each with a coordinator, a keeper and engines without a model; the store
-is a folder (tests/multiprocess/folder_store.py).  Real stores: tests/beyond.
+With a folder for a store; real stores: tests/beyond.  What is withdrawn:
+test_keeper_store_withdrawals.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvshm import Group
-from kvshm._engine.store_asks import Coming, Lacking, StoreAsks
 
-from .folder_store import FolderStore
-from .joined import TOKENS, Toy, Toys, served
-from .keepers import PAGE, Keeper, imports, kvshm, prompt
-from .processes import PATIENCE_SECONDS, Node, wait_until
+from .joined import TOKENS
+from .keepers import imports, kvshm, prompt
+from .processes import PATIENCE_SECONDS, wait_until
+from .store_world import World
+from .store_world import world as world
 
 pytestmark = pytest.mark.multiprocess
 
-LONG = 1000.0
-"""Seconds that computing takes, so that any fetch is faster."""
 GROUPS = (Group(0, TOKENS), Group(1, TOKENS, window=2 * TOKENS))
-
-
-class StoreKeeper(Keeper):
-    def __init__(self, place: Node, folder: Path, blocks: int = 1000) -> None:
-        where = ("--run-dir", str(place.run_dir), "--namespace", place.namespace)
-        command = ("-m", "tests.multiprocess.folder_store", "keeper", *where)
-        memory, store = ("--memory", str(blocks * PAGE)), ("--store", str(folder))
-        self.place = place
-        self.process = place.processes.python("keeper", *command, *memory, *store)
-        self.process.wait_out(lambda line: "bytes for blocks" in line)
-
-
-class World:
-    """Two nodes and a store."""
-
-    def __init__(self, folder: Path, undo: ExitStack) -> None:
-        self.store, self._undo = FolderStore(folder), undo
-        self.folder = folder
-        self.one, self.two = undo.enter_context(served()), undo.enter_context(served())
-
-    def engine(self, place: Node, name: str, kind: str = "k", **how: Any) -> Engine:
-        toys = self._undo.enter_context(closing(Toys(place, kind)))
-        return self._undo.enter_context(closing(Engine(toys.join(name, **how))))
-
-    def keeper(self, place: Node, blocks: int = 1000) -> StoreKeeper:
-        return StoreKeeper(place, self.folder, blocks)
-
-    def computed_on_one(self, **how: Any) -> tuple[Toy, list[bytes]]:
-        """An engine of the first node has computed a prompt, which is in the store; returns it, and
-        the prompt's keys."""
-        a = self.engine(self.one, "a", **how).toy
-        keys = prompt(a, b"1")
-        a.compute(keys, range(6))
-        self.wait_for_written(keys)
-        return a, keys
-
-    def calls(self, what: str) -> list[list[str]]:
-        """The keys of each call of this kind so far, a keeper's pid in front."""
-        lines = (self.folder / "calls").read_text().splitlines()
-        return [line.split()[1:] for line in lines if line.split()[0] == what]
-
-    def wait_for_written(self, keys: Sequence[bytes], group: int = 0) -> None:
-        def written() -> bool:
-            put = {k for call in self.calls("put") for k in call[1:] if self.store.path(k).exists()}
-            ends = {key.rpartition("/")[2] for key in put if key.split("/")[-2] == str(group)}
-            return {key.hex() for key in keys} <= ends
-
-        wait_until(written, "the keeper has written them")
-
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with ExitStack() as undo:
-        yield World(tmp_path, undo)
-
-
-class Engine:
-    """The end of an engine that asks."""
-
-    def __init__(self, toy: Toy) -> None:
-        self.toy = toy
-        self.asks = StoreAsks(toy.place.run_dir, toy.place.namespace, time.monotonic)
-
-    def close(self) -> None:
-        self.asks.close()
-
-    def ask(self, keys: Sequence[bytes], computing: float = LONG, found: int = 0) -> int:
-        wait_until(lambda: self.asks.possible, "a keeper has a store")
-        groups, lacking = self.toy.node._groups.all, Lacking(0, found, len(keys))
-        number = self.asks.ask(self.toy.table.fingerprint, keys, lacking, groups, computing)
-        assert number is not None
-        return number
-
-    def answer(self, number: int) -> Coming:
-        wait_until(lambda: self.asks.answer(number) is not None, "the keeper answers")
-        answer = self.asks.answer(number)
-        assert answer is not None
-        return answer
-
-    def length(self, keys: Sequence[bytes], computing: float = LONG, found: int = 0) -> int:
-        """What the node will have of a prompt, as the keeper says."""
-        return self.answer(self.ask(keys, computing, found)).length
-
-    def wait_until_served(self) -> None:
-        """The keeper knows this engine's kind, and the store has answered."""
-        keys = prompt(self.toy, b"nobody's")
-        self.toy.compute(keys, range(6))
-        wait_until(lambda: self.length(keys) == 6, "the keeper has what the engine has")
-        self.toy.node.retract(range(6))
 
 
 def test_a_prompt_of_another_node_is_fetched_once_and_shared_by_all_engines_here(
@@ -246,75 +149,16 @@ def test_of_windows_only_what_the_prompt_needs_is_fetched(world: World) -> None:
     assert sorted(fetched) == sorted([*full, *(["1", key.hex()] for key in keys[4:])])
 
 
-def test_what_is_withdrawn_on_one_node_is_used_on_none(world: World) -> None:
-    """Also what is being fetched when it is withdrawn."""
-    world.keeper(world.one)
-    second = world.keeper(world.two)
+def test_what_the_store_had_no_room_for_is_written_later(world: World) -> None:
+    keeper = world.keeper(world.one)
     a = world.engine(world.one, "a").toy
-    keys, more = prompt(a, b"1"), prompt(a, b"2")
-    a.compute(keys, range(6))
-    a.compute(more, range(6, 12))
-    world.wait_for_written([*keys, *more])
-    b = world.engine(world.two, "b")
-    b.wait_until_served()
-    assert b.length(keys) == 6
-    second.wait_for(keys)
-    (world / "held").touch()
-    number = b.ask(more)
-    assert b.answer(number).length == 6
-    wait_until(lambda: len(world.calls("get")) == 2, "it is being fetched")
-    a.node.reset()
-    wait_until(lambda: bool(world.calls("set_number")), "the withdrawal is in the store")
-    (world / "held").unlink()
-    wait_until(lambda: b.answer(number).length == 0, "the engine is told that it does not come")
-    wait_until(lambda: not any(second.has(keys)), "what was fetched before is gone")
-    assert not any(second.has(more))
-    assert b.length(keys) == b.length(more) == 0
-
-
-def test_what_was_computed_after_a_withdrawal_is_shared_again(world: World) -> None:
-    first, second = world.keeper(world.one), world.keeper(world.two)
-    a, b = world.engine(world.one, "a").toy, world.engine(world.two, "b")
+    (world / "full").touch()
     keys = prompt(a, b"1")
     a.compute(keys, range(6))
+    keeper.wait_for(keys)
+    wait_until(lambda: bool(world.calls("put")), "the store refuses it")
+    (world / "full").unlink()
     world.wait_for_written(keys)
-    b.wait_until_served()
-    a.node.reset()
-    assert a.node.wait_joined(PATIENCE_SECONDS)
-    wait_until(lambda: bool(world.calls("set_number")), "the withdrawal is in the store")
-    a.compute(keys, range(6))
-    first.wait_for(keys)
-    wait_until(lambda: b.length(keys) == 6, "the other node will have what was computed since")
-    second.wait_for(keys)
-    assert all("/1/" in key for key in world.calls("get")[-1][1:])
-
-
-def test_what_is_withdrawn_before_the_keeper_has_reached_the_store_is_not_used(
-    world: World,
-) -> None:
-    """Another keeper had written it, and the store's number is not the first one."""
-    first = world.keeper(world.one)
-    a = world.engine(world.one, "a").toy
-    world.keeper(world.two)
-    b = world.engine(world.two, "b")
-    a.compute(prompt(a, b"before"), range(6))
-    first.wait_for(prompt(a, b"before"))
-    a.node.reset()
-    assert a.node.wait_joined(PATIENCE_SECONDS)
-    wait_until(lambda: bool(world.calls("set_number")), "the first withdrawal is in the store")
-    keys = prompt(a, b"1")
-    a.compute(keys, range(6))
-    world.wait_for_written(keys)
-    assert first.process.terminate() == 0
-    b.wait_until_served()
-    (world / "down").touch()
-    again = world.keeper(world.one)
-    again.wait_for(keys)
-    a.node.reset()
-    wait_until(lambda: not any(again.has(keys)), "the keeper hears of the withdrawal")
-    (world / "down").unlink()
-    wait_until(lambda: len(world.calls("set_number")) == 2, "the second one is in the store")
-    wait_until(lambda: b.length(keys) == 0, "the other node uses it no more")
 
 
 @pytest.mark.parametrize("fault", ["down", "hung"])
@@ -411,6 +255,13 @@ def test_bad_settings_of_a_store_are_refused(
         settings.write_text(written)
     ended = kvshm(world.one, "keeper", "--memory", "1M", "--store", str(settings))
     assert (ended.returncode, says in ended.stderr) == (2, True), ended.stderr
+
+
+def test_files_beside_a_store_are_refused(world: World, tmp_path: Path) -> None:
+    """Of their blocks nobody knows whether they were withdrawn on another node meanwhile."""
+    both = ("--files", str(tmp_path / "files"), "--store", str(world.folder))
+    ended = kvshm(world.one, "keeper", "--memory", "1M", *both)
+    assert (ended.returncode, "give one of them" in ended.stderr) == (2, True), ended.stderr
 
 
 def test_garbage_at_its_socket_is_dropped(world: World) -> None:

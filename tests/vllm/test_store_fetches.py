@@ -253,6 +253,16 @@ def test_a_request_that_ends_while_it_waits_is_forgotten(node: Callable[..., Nod
     assert not n.importer.imports
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_keeper_is_to_hear_of_what_an_engine_withdraws(
+    node: Callable[..., Node], leaves: bool
+) -> None:
+    n = node()
+    epoch = n.e.table.epoch
+    n.e.connector._scheduler.cache.end_epoch(leaves=leaves)
+    assert n.asks.withdrew == (0 if leaves else epoch)
+
+
 def test_a_request_that_must_not_share_asks_nobody(node: Callable[..., Node]) -> None:
     n = node()
     n.e.add("r", prompt(BLOCKS), extra_args={"kv_transfer_params": {"kvshm": {"share": False}}})

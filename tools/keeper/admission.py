@@ -50,6 +50,8 @@ class Waiting:
         self._offers = deque[Offer](maxlen=most)
         self.let_go = False
         """Whether a block was let go that is wanted if there is room; the reader takes it back."""
+        self.looked_at = 0.0
+        """When the reader last did."""
 
     def __len__(self) -> int:
         return len(self._offers)

@@ -107,6 +107,10 @@ def run(asked: argparse.Namespace) -> int:
     if asked.memory < mmap.PAGESIZE:
         raise ConfigError(f"--memory {asked.memory}: a page has {mmap.PAGESIZE} bytes; give as 8G")
     limits = Limits(asked.memory, asked.rate, asked.give_way_after)
+    if asked.files is not None and asked.store is not None:
+        raise ConfigError(
+            "--files and --store: give one of them; after a restart a keeper fetches from its store"
+        )
     name = asked.name or f"keeper-{os.getpid()}"
     files = _files(asked.files, name) if asked.files is not None else None
     store = _store(asked.store) if asked.store is not None else None

@@ -76,13 +76,20 @@ class Fetching:
     def go_round(self, shelves: Mapping[str, Shelf]) -> None:
         """Answer what has arrived, and fetch."""
         self._under_way = {each: self._under_way.get(each, {}) for each in shelves.values()}
+        self._waiting = [each for each in self._waiting if not each[0].closed]
         for route, wanted in islice(self._desk.asks(), MOST_ASKS):
             shelf = shelves.get(wanted.fingerprint.hex())
+            if shelf is not None and wanted.withdrew:
+                self._generations.withdrawn(shelf, wanted.withdrew)
             generation = self._generations.of(shelf) if shelf is not None else None
-            if shelf is None or generation is None or not self._may_fetch(shelf):
-                self._refuse(route, wanted)
+            if shelf is None or generation is None:
+                self._desk.answer(route, Coming(wanted.number, 0, 0.0))
+                continue
+            ask = _Ask(shelf, route, wanted, set())
+            if self._may_fetch(shelf):
+                self._look(ask, generation)
             else:
-                self._look(_Ask(shelf, route, wanted, set()), generation)
+                self._refuse(ask)
         if not self._link.usable:
             self._give_up()
         elif self._waiting and not self._busy:
@@ -91,8 +98,13 @@ class Fetching:
     def _may_fetch(self, shelf: Shelf) -> bool:
         return self._link.usable and shelf.node.joined and self._staging.values(shelf) > 0
 
-    def _refuse(self, route: bytes, wanted: Wanted) -> None:
-        self._desk.answer(route, Coming(wanted.number, 0, 0.0))
+    def _answer(self, ask: _Ask, length: int, seconds: float) -> None:
+        """The number in the store is higher than when the engine's blocks were withdrawn."""
+        coming = Coming(ask.wanted.number, length, seconds, ask.wanted.withdrew)
+        self._desk.answer(ask.route, coming)
+
+    def _refuse(self, ask: _Ask) -> None:
+        self._answer(ask, 0, 0.0)
 
     # -- what is asked for
 
@@ -119,22 +131,27 @@ class Fetching:
         def has(name: BlockName) -> bool:
             return name in found or name in under_way or shelf.is_near(name)
 
-        length = prompt.longest(has) if shelf in self._under_way else 0
+        length = 0 if shelf.closed else prompt.longest(has)
         needed = [name for name in prompt.needed(length) if not shelf.is_near(name)]
         fresh = [name for name in needed if name not in under_way]
         under_way_now = len(under_way) + len(fresh)
         seconds = self._costs.load_seconds(under_way_now * value_bytes(shelf))
-        worth = length > wanted.lacking.found and seconds < wanted.seconds
+        worth = length > wanted.lacking.found and self._is_fast(seconds, wanted)
         kept = [name for name in prompt.needed(length) if shelf.kept(name) is not None]
         if not worth or len(kept) + len(needed) > shelf.most:
-            self._refuse(ask.route, wanted)
+            self._refuse(ask)
             return
-        self._desk.answer(ask.route, Coming(wanted.number, length, seconds))
+        self._answer(ask, length, seconds)
         self._memory.use(shelf, kept)
         under_way.update(dict.fromkeys(fresh))
         self._waiting += [(shelf, generation, name) for name in fresh]
         if needed:
             self._asks.append(ask._replace(awaits=set(needed)))
+
+    def _is_fast(self, seconds: float, wanted: Wanted) -> bool:
+        """Whether fetching is faster than computing; now and then a slow one is made, to learn
+        whether it still is."""
+        return seconds < wanted.seconds or self._costs.try_anyway()
 
     # -- what is fetched
 
@@ -155,7 +172,7 @@ class Fetching:
     def _take_in(self, batch: _Batch, read: _Read | None) -> None:
         self._busy = False
         shelf, good = batch.shelf, list[BlockName]()
-        if shelf not in self._under_way:  # it was closed meanwhile
+        if shelf.closed:  # meanwhile
             return
         if read is not None:
             self._costs.add_load(batch.nbytes, read.seconds)
@@ -190,18 +207,18 @@ class Fetching:
             self._under_way[shelf].pop(name, None)
         for ask in self._asks:
             if ask.shelf is shelf and not ask.awaits.isdisjoint(bad):
-                self._refuse(ask.route, ask.wanted)
+                self._refuse(ask)
                 continue
             if ask.shelf is shelf:
                 ask.awaits.difference_update(names)
-            if ask.awaits and ask.shelf in self._under_way:
+            if ask.awaits and not ask.shelf.closed:
                 waiting.append(ask)
         self._asks = waiting
 
     def _give_up(self) -> None:
         """The store does not answer: nothing comes of what engines wait for."""
         for ask in self._asks:
-            self._refuse(ask.route, ask.wanted)
+            self._refuse(ask)
         for shelf, _, name in self._waiting:
             self._under_way.get(shelf, {}).pop(name, None)
         self._asks, self._waiting = [], []

@@ -2,7 +2,8 @@
 
 Facts from Mooncake 0.3.13 (mooncake-wheel, mooncake/store.py and its bindings): an object is never
 changed by ``put``; ``upsert`` replaces it; calls return negative numbers for errors, and
-``batch_get_into`` the bytes read.
+``batch_get_into`` the bytes read.  ``setup`` tries for minutes to reach a master, and all threads
+stand still meanwhile, for it keeps Python's global lock; the other calls let go of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +30,8 @@ INSTALL = (
     "the system's libibverbs1, librdmacm1, libnuma1 and liburing2"
 )
 P2P = "P2PHANDSHAKE"
+TRY_SECONDS = 10
+"""How long another process may try to reach the store."""
 THERE = -705
 """What a put returns of a key that has a value."""
 
@@ -84,19 +90,11 @@ class MooncakeStore:
 
     def connect(self) -> None:
         """Blocks until the store answers, or some seconds.  Raises StoreError."""
-        s = self._settings
-        host = s.local_hostname or _own_address(s.master_server_address)
-        result = self._store.setup(
-            host,
-            s.metadata_server or P2P,
-            s.global_segment_size,
-            s.local_buffer_size,
-            s.protocol,
-            s.device_name,
-            s.master_server_address,
-        )
-        if result:
-            raise StoreError(f"Mooncake's master at {s.master_server_address} says {result}")
+        master = self._settings.master_server_address
+        if not _answers(self._settings):
+            raise StoreError(f"Mooncake's master at {master} does not answer")
+        if result := _set_up(self._store, self._settings):
+            raise StoreError(f"Mooncake's master at {master} says {result}")
         for memory, first in self._buffers:
             self._register(memory, first)
         self._connected = True
@@ -135,6 +133,12 @@ class MooncakeStore:
         except ValueError:
             raise StoreError(f"{key} is {text!r}, no number") from None
 
+    def first_number(self, key: str, number: int) -> int:
+        result = self._store.put(key, str(number).encode(), self._pinned)
+        if result not in (0, THERE):
+            raise StoreError(f"put of {key}: {result}")
+        return self.number(key)
+
     def set_number(self, key: str, number: int) -> None:
         if result := self._store.upsert(key, str(number).encode(), self._pinned):
             raise StoreError(f"upsert of {key}: {result}")
@@ -145,6 +149,30 @@ class MooncakeStore:
     def _register(self, memory: mmap.mmap, first: Any) -> None:
         if result := self._store.register_buffer(ctypes.addressof(first), len(memory)):
             raise StoreError(f"register_buffer: {result}")
+
+
+def _set_up(store: Any, s: Settings) -> int:
+    host = s.local_hostname or _own_address(s.master_server_address)
+    memory = s.global_segment_size, s.local_buffer_size
+    network = s.protocol, s.device_name, s.master_server_address
+    return int(store.setup(host, s.metadata_server or P2P, *memory, *network))
+
+
+def _answers(settings: Settings) -> bool:
+    """Whether another process can use the store, so that ``setup`` will not wait."""
+    asked = json.dumps(settings._replace(global_segment_size=0))
+    program = f"import sys; from {__name__} import try_to_use; try_to_use(sys.argv[1])"
+    command = [sys.executable, "-c", program, asked]
+    none = subprocess.DEVNULL
+    return subprocess.run(command, stdin=none, stdout=none, stderr=none).returncode == 0
+
+
+def try_to_use(settings: str) -> None:
+    """End this process, with status 0 if the store answers."""
+    signal.alarm(TRY_SECONDS)  # ends it though no thread can run
+    from mooncake.store import MooncakeDistributedStore
+
+    os._exit(_set_up(MooncakeDistributedStore(), Settings(*json.loads(settings))) != 0)
 
 
 def _places(values: Sequence[memoryview]) -> tuple[list[int], list[int]]:

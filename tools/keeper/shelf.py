@@ -108,8 +108,9 @@ class Shelf:
         """What could not be copied, and is tried once more."""
         self._load: tuple[LoadOfBlocks, FoundBlocks] | None = None
         self._joined_at: float | None = None
-        self._looked_again = 0.0
         self._keepers: frozenset[int] = frozenset()
+        self._withdrawn: frozenset[int] = frozenset()
+        """The epochs whose blocks were taken back."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -134,9 +135,9 @@ class Shelf:
 
     def look_again(self, now: float) -> None:
         """There is room: what was let go for lack of it may be wanted now."""
-        due = now >= self._looked_again + AGAIN_SECONDS
+        due = now >= self._waiting.looked_at + AGAIN_SECONDS
         if due and self._waiting.let_go and not self._waiting:
-            self._waiting.let_go, self._looked_again = False, now
+            self._waiting.let_go, self._waiting.looked_at = False, now
             for name in self._known.names():
                 if name not in self._kept:
                     self._waiting.add(name, now)
@@ -283,10 +284,11 @@ class Shelf:
     def take_back(self) -> list[BlockName]:
         """Keep no more what its engine has withdrawn: it may be wrong, and other engines hear of it
         now.  Waits for readers of it, for the drain budget at most.  Returns what that was."""
-        withdrawn = self.node.withdrawn()
-        if withdrawn:  # a file does not say from which engine each block came, nor a store
-            withdrawn |= {FROM_ELSEWHERE}
-        return self._take_back(withdrawn & self._sources.keys())
+        sources = withdrawn = frozenset(self.node.withdrawn())
+        if withdrawn - self._withdrawn:  # neither file nor store says whose each block was
+            sources |= {FROM_ELSEWHERE}
+        self._withdrawn = withdrawn
+        return self._take_back(sources & self._sources.keys())
 
     def take_back_elsewhere(self) -> list[BlockName]:
         """``take_back`` of what came from files and stores."""
@@ -337,6 +339,11 @@ class Shelf:
         return Filled(self.layout, list(kept.values()), list(kept))
 
     # -- the end
+
+    @property
+    def closed(self) -> bool:
+        """Whether its part of the memory is others' now."""
+        return self.node.closed
 
     def close(self) -> None:
         """Leave, with all that is kept.  Blocks for some seconds at most."""

@@ -59,6 +59,11 @@ class Store(Protocol):
         """Return the number at a key; 0 if there is none."""
         ...
 
+    def first_number(self, key: str, number: int) -> int:
+        """Write a number unless there is one.  Returns the one that is there.  As for
+        ``set_number``."""
+        ...
+
     def set_number(self, key: str, number: int) -> None:
         """Write a number, which the store must not drop for lack of room."""
         ...

@@ -70,7 +70,7 @@ class StoreLink:
     def _begin(self) -> None:
         now = self._clock()
         if not self._connecting and now >= self._try_at:
-            self._connecting, self._try_at = True, now + TRY_SECONDS
+            self._connecting = True
             self.looks.make(self._connect, self._on_connected)
 
     def _connect(self) -> bool:
@@ -79,6 +79,7 @@ class StoreLink:
 
     def _on_connected(self, done: bool | None) -> None:
         self._connecting, self._connected = False, bool(done)
+        self._try_at = self._clock() + TRY_SECONDS
         self._show(bool(done))
         if done:
             self._say("connected to the store")

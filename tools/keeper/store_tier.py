@@ -12,6 +12,7 @@ the keeper's.  A store that fails or hangs is a miss: engines are told so at onc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from kvshm.api import BlockName
@@ -36,13 +37,16 @@ class StoreTier:
         memory: Memory,
         clock: Callable[[], float],
         say: Callable[[str], None],
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Does not wait for the store.  Raises TransportError without threads or descriptors."""
         self._desk, self._clock = desk, clock
         self._link = StoreLink(store, clock, say)
-        self._generations = Generations(self._link, memory.take_back_elsewhere)
+        self._generations = Generations(
+            self._link, memory.take_back_elsewhere, lambda: wall_ns() // 1000
+        )
         self._fetching = Fetching(self._link, self._generations, memory, desk, clock)
-        self._writing = Writing(self._link, self._generations, memory)
+        self._writing = Writing(self._link, self._generations, memory, clock)
 
     @property
     def wakes(self) -> tuple[int, int]:
@@ -50,7 +54,7 @@ class StoreTier:
         return self._desk.fileno(), self._link.woken
 
     def kept(self, shelf: Shelf, names: Iterable[BlockName]) -> None:
-        """Blocks have come to be kept, from engines or files."""
+        """Blocks have come to be kept, from engines."""
         self._writing.add(shelf, names)
 
     def go_round(self, shelves: Mapping[str, Shelf]) -> None:

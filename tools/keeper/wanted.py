@@ -38,7 +38,7 @@ class Prompt:
         length -= length % step
         while length > self._start:
             if self._reaches(length) and all(map(has, self._needed(others, length))):
-                return length
+                return length if self.needed(length) else self._start  # chunks end there
             length -= step
         return self._start
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvshm.api import BlockName
@@ -15,6 +15,8 @@ from .store_link import StoreLink
 
 MOST_WAITING = 1 << 16
 """Names of blocks of one shelf that wait; further ones are left out."""
+AGAIN_SECONDS = 5.0
+"""Before the next try, after the store has not taken something."""
 
 
 class _Batch(NamedTuple):
@@ -30,8 +32,15 @@ class _Batch(NamedTuple):
 class Writing:
     """Used by the keeper's thread."""
 
-    def __init__(self, link: StoreLink, generations: Generations, memory: Memory) -> None:
+    def __init__(
+        self,
+        link: StoreLink,
+        generations: Generations,
+        memory: Memory,
+        clock: Callable[[], float],
+    ) -> None:
         self._link, self._generations, self._memory = link, generations, memory
+        self._clock, self._next_at = clock, clock()
         self._staging = Staging(link.store)
         self._waiting: dict[Shelf, dict[BlockName, None]] = {}
         """Of all shelves that are open."""
@@ -47,7 +56,7 @@ class Writing:
     def go_round(self, shelves: Iterable[Shelf]) -> None:
         """Begin to write, if there is something to write and nothing is being written."""
         self._waiting = {shelf: self._waiting.get(shelf, {}) for shelf in shelves}
-        if self._busy or not self._link.usable:
+        if self._busy or not self._link.usable or self._clock() < self._next_at:
             return
         for shelf, waiting in self._waiting.items():
             if waiting and (generation := self._generations.of(shelf)) is not None:
@@ -67,8 +76,11 @@ class Writing:
     def _stage(self, batch: _Batch, there: list[bool] | None) -> None:
         """Copy what the store lacks: a block may go while it is written."""
         shelf, names, values = batch.shelf, list[BlockName](), list[memoryview]()
-        there = there if shelf in self._waiting else None  # it may have been closed meanwhile
+        if there is None:
+            self._try_again(shelf, batch.names)
         for name, known in zip(batch.names, there or (), strict=False):
+            if shelf.closed:  # meanwhile: its memory has other blocks now
+                break
             kept = shelf.kept(name)
             if known or kept is None or self._generations.of(shelf) != batch.generation:
                 continue
@@ -85,10 +97,18 @@ class Writing:
             return
         store, keys = self._link.store, lacking.keys
         self._link.writes.make(
-            lambda: store.put(keys, values), lambda written: self._end(shelf, written)
+            lambda: store.put(keys, values), lambda written: self._end(lacking, written)
         )
 
-    def _end(self, shelf: Shelf, written: list[bool] | None) -> None:
+    def _end(self, batch: _Batch, written: list[bool] | None) -> None:
         self._busy = False
-        if written is not None and shelf in self._waiting:
-            shelf.node.count("store_written", sum(written))
+        done = written or [False] * len(batch.names)
+        if not batch.shelf.closed:
+            batch.shelf.node.count("store_written", sum(done))
+        if left := [name for name, is_there in zip(batch.names, done, strict=True) if not is_there]:
+            self._try_again(batch.shelf, left)
+
+    def _try_again(self, shelf: Shelf, names: Sequence[BlockName]) -> None:
+        """The store has failed, or has no room: these are written later, if they are kept then."""
+        self._next_at = self._clock() + AGAIN_SECONDS
+        self.add(shelf, names)
