@@ -287,7 +287,7 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
 
 
 @pytest.mark.vllm
-@pytest.mark.long
+@pytest.mark.nightly  # tests/unit/test_minute_report.py shows the line, without the minute
 @pytest.mark.timeout(900)
 def test_an_engine_with_lookups_and_no_hit_says_why(server: tuple[SharedNode, Engine]) -> None:
     """At the end of a minute at the latest, by the reasons that it has counted."""

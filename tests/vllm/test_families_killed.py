@@ -1,8 +1,8 @@
 """An engine with several KV cache groups is stopped or killed.  An importer, in the middle of a
 load: what its exporter has reused meanwhile is lost, and no wrong token follows; its leases come
 back, and its exporter goes on.  An exporter: imports from it were right, later ones are misses, and
-what was imported stays.  One family with states, and nightly one with windows; test_pair.py shows
-the latter for one group."""
+what was imported stays.  One family with states and one with windows; test_pair.py shows the latter
+for one group, and test_states_lost.py every byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from .families import SEVERAL_GROUPS, Family
 from .oracle import Prompt, random_prompt
 from .test_families import InTurnSpec, tell
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+]
 
 FAMILIES = {family.name: family for family in SEVERAL_GROUPS}
 INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -39,9 +44,7 @@ class Three(NamedTuple):
     """Is stopped in a load, and killed."""
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3-next", pytest.param("gemma3", marks=pytest.mark.nightly)]
-)
+@pytest.fixture(scope="module", params=["qwen3-next", "gemma3"])
 def three(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Three]:

@@ -13,7 +13,12 @@ from .conftest import Pair
 from .engines import SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long,
+    pytest.mark.nightly,  # each rank's part of a block is shown by test_ranks.py
+    pytest.mark.timeout(900),
+]
 
 RANKS = 2
 ARGUMENTS = (
