@@ -5,6 +5,7 @@ However slowly a client sends or reads, its connection is closed after ``CLIENT_
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -17,6 +18,7 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from kvshm._base.rundir import SOCKET_PATH_BYTES
 from kvshm._shm.fds import is_served
 
 from .output import say
@@ -111,6 +113,9 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
 
     def _bind_path(self, path: Path) -> None:
         """Bind for this user only, in the place of a socket that a killed process has left."""
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            most = f"the path of a Unix socket has {SOCKET_PATH_BYTES} bytes at most"
+            raise OSError(errno.ENAMETOOLONG, most)
         with suppress(FileNotFoundError):
             if stat.S_ISSOCK(path.lstat().st_mode) and not is_served(path):
                 path.unlink()

@@ -196,6 +196,13 @@ def test_its_socket_is_its_users_and_has_one_server_at_a_time(place: Node) -> No
     assert not third.path.exists()
 
 
+def test_a_path_that_is_too_long_for_a_socket_is_named(place: Node) -> None:
+    path = f"{place.run_dir}/{'x' * 108}"
+    refused = start(place, path)
+    refused.wait_err(f"cannot listen on {path}: the path of a Unix socket has 107 bytes at most")
+    assert refused.wait() == 1
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80"])
 def test_other_machines_cannot_ask(place: Node, listen: str) -> None:
     refused = start(place, listen)

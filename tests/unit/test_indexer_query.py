@@ -72,6 +72,7 @@ def test_the_fields_of_the_rfc_are_taken() -> None:
         (asked(seq_hashes=[1 << 64]), "."),
         (asked(seq_hashes=["1"]), "'1' is no hash"),
         (asked(seq_hashes=["x" * 64]), "is no hash"),
+        (asked(seq_hashes=["00 " * 8]), "'00 00 00 00 00 00 00 00 ' is no hash"),
         (asked(seq_hashes=["0" * 5000]), f"'{'0' * 80}' is no hash"),
         (asked(cache_salt="s"), "cache_salt belongs into the hashes"),
         (asked(lora_name="l"), "lora_name belongs into the hashes"),

@@ -100,7 +100,8 @@ def _hash(given: int | str) -> Hash:
     try:
         if isinstance(given, int):
             return given.to_bytes(PUBLISHED, "big")
-        found = bytes.fromhex(given.removeprefix("0x"))
+        digits = given.removeprefix("0x")
+        found = bytes.fromhex(digits) if digits.isalnum() else b""  # it would skip spaces
     except (ValueError, OverflowError):
         found = b""
     if len(found) not in (WHOLE, PUBLISHED):
