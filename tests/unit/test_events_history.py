@@ -102,6 +102,31 @@ def test_memory_is_bounded_by_bytes_too() -> None:
 BLOCKS = st.integers(0, 5)
 
 
+RANKS = st.integers(0, 2)
+
+
+@given(st.lists(st.tuples(RANKS, BLOCKS), max_size=30), st.integers(1, 4), st.integers(0, 30))
+def test_who_believes_numbers_that_rise_alone_knows_each_rank_too(
+    toggled: list[tuple[int, int]], length: int, missed_from: int
+) -> None:
+    """As vLLM's example of a subscriber: it takes no number that it has had."""
+    history, always, lost = History(max_batches=length), Subscriber(), Subscriber()
+    for number, (rank, block) in enumerate(toggled):
+        there = (rank, "GPU", 0, block) in always.blocks
+        text = payload(removed(block) if there else stored(block), rank=rank)
+        assert history.add(text) == number
+        always.take(text)
+        if number < missed_from:
+            lost.take(text)
+    last = min(missed_from, len(toggled)) - 1
+    for number, text in history.since(last + 1, NOW):
+        assert number > last
+        last = number
+        lost.take(text)
+    assert last == len(toggled) - 1
+    assert lost.blocks == always.blocks
+
+
 @given(st.lists(BLOCKS, max_size=30), st.integers(1, 4), st.integers(0, 30))
 def test_who_comes_late_knows_what_others_know(
     toggled: list[int], length: int, missed_from: int

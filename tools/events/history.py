@@ -39,6 +39,8 @@ class History:
         self._beginning: dict[int, dict[tuple[Place, BlockHash], bytes]] = {}
         """For each rank the blocks that were there before ``_recent``, each with the event that
         stored it."""
+        self._folded: dict[int, int] = {}
+        """For each of them the number of its last batch that is in there, in rising order."""
 
     def add(self, payload: bytes) -> int:
         """Take in the stream's next batch; return its number."""
@@ -49,23 +51,26 @@ class History:
         while len(self._recent) > self._max_batches or self._bytes > self._max_bytes:
             oldest = self._recent.popleft()
             self._bytes -= len(oldest.payload)
-            self._fold(wire.decode_batch(oldest.payload))
+            self._fold(oldest.number, wire.decode_batch(oldest.payload))
         return added.number
 
     def since(self, start: int, now: float) -> Iterator[Numbered]:
-        """Yield the batches from ``start`` on.  In the place of those that are folded stands one
-        for each rank, which clears all and then stores what was there."""
-        oldest = self._next - len(self._recent)
-        if start < oldest:
-            last = len(self._beginning) - 1
-            for i, (rank, blocks) in enumerate(self._beginning.items()):
-                number = max(start, oldest - 1 - last + i)
-                yield Numbered(number, wire.encode([now, [*_as_events(blocks)], rank]))
+        """Yield the batches from ``start`` on, each with a higher number than the one before it.
+
+        In the place of those that are folded stands one for each rank, which clears all and then
+        stores what was there.  It has the number of the last of them: who asks from a higher one
+        on has heard all that it comes to."""
+        for rank, number in self._folded.items():
+            if number >= start:
+                events = [*_as_events(self._beginning[rank])]
+                yield Numbered(number, wire.encode([now, events, rank]))
         for batch in self._recent:
             if batch.number >= start:
                 yield batch
 
-    def _fold(self, batch: Batch) -> None:
+    def _fold(self, number: int, batch: Batch) -> None:
+        self._folded.pop(batch.rank, None)
+        self._folded[batch.rank] = number
         blocks = self._beginning.setdefault(batch.rank, {})
         for event in batch.events:
             if event["type"] == wire.CLEARED:
