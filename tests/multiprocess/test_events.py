@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -34,16 +35,19 @@ class Engine:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.bind(self.endpoint)
         self._number = 0
 
     def wait(self) -> None:
-        """Until a subscriber is there."""
-        assert self._socket.poll(100_000)
-        assert self._socket.recv() == b"\1"
+        """Until a subscriber is there: one more than before, whoever has gone."""
+        said = b""
+        while said != b"\1":
+            assert self._socket.poll(100_000)
+            said = self._socket.recv()
 
-    def publish(self, *events: dict) -> None:
-        self.send(b"", self._number.to_bytes(8, "big"), payload(*events))
+    def publish(self, *events: dict, rank: int = 0) -> None:
+        self.send(b"", self._number.to_bytes(8, "big"), payload(*events, rank=rank))
         self._number += 1
 
     def send(self, *frames: bytes) -> None:
@@ -98,6 +102,25 @@ def test_an_engine_without_a_replay_socket_whose_connection_ends_has_nothing_any
         router.wait_for(1, 2, 3)
         two.close()
         router.wait_for(1, 2)
+
+
+def test_who_heard_a_stream_before_it_was_started_anew_believes_nothing_of_its_ranks(
+    node: Node, engines: tuple[Engine, Engine]
+) -> None:
+    one, two = engines
+    events = listening(node, engines, "--ranks")
+    with Router.of(events) as router:
+        one.publish(stored(1))
+        two.publish(stored(2), rank=7)
+        router.wait_for(1, 2)
+        events.process.signal(signal.SIGKILL)
+        events.process.wait()
+        events.start()
+        for engine in engines:
+            engine.wait()
+        one.publish(stored(3))
+        two.publish(stored(4), rank=7)
+        router.wait_for(3, 4)
 
 
 def test_a_subscriber_that_does_not_read_holds_up_nobody_and_catches_up(

@@ -62,7 +62,9 @@ class Merge:
         """By the numbers that ``copies`` knows them by."""
         self._found_by: dict[int, Server] = {}
         self._model = ""
-        self._publish(time.time(), Said(0, [{"type": wire.CLEARED}]))  # of a process before this
+        self._begun: set[int] = set()
+        """Ranks of which the stream has said something."""
+        self._begin(0)
 
     def add(self, endpoints: Endpoints, found_by: Server | None = None) -> None:
         """Listen to an engine.  Raises ConfigError if ZeroMQ does not take the endpoints."""
@@ -129,7 +131,14 @@ class Merge:
 
     def _publish(self, at: float, said: Said, rest: tuple[object, ...] = ()) -> None:
         if said.events:
+            self._begin(said.rank)
             self._stream.publish(wire.encode_batch(Batch(at, said.events, said.rank, rest)))
+
+    def _begin(self, rank: int) -> None:
+        """Take back what a process before this has said of the rank."""
+        if rank not in self._begun:
+            self._begun.add(rank)
+            self._publish(time.time(), Said(rank, [{"type": wire.CLEARED}]))
 
     # -- engines that API servers name
 
