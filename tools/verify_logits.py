@@ -12,18 +12,15 @@ import json
 import math
 import re
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from .exchange import exchange
 from .options import number
 from .output import note, show
 
@@ -149,55 +146,13 @@ class Server:
     def _request(self, path: str, body: bytes | None = None) -> str:
         url = self._url + path
         try:
-            status, content = _exchange(url, body, self._timeout)
+            status, content = exchange(url, body, self._timeout)
             text = content.decode()
         except (OSError, HTTPException, ValueError) as exc:
             raise ServerError(f"{self.name}: {url}: {str(exc) or type(exc).__name__}") from exc
         if not 200 <= status < 300:
             raise ServerError(f"{self.name}: {url}: HTTP {status} {text[:500]}".rstrip())
         return text
-
-
-def _exchange(url: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
-    """Return status and content of the answer, or raise an error, within about ``seconds``."""
-    parts, until = urlsplit(url), time.monotonic() + seconds
-    kind = {"http": HTTPConnection, "https": HTTPSConnection}.get(parts.scheme)
-    if kind is None or not parts.hostname:
-        raise ValueError("wanted http://HOST:PORT")
-    with closing(kind(parts.hostname, parts.port, timeout=seconds)) as connection:
-        connection.connect()
-        with _shut_down_at(until, connection.sock) as late:
-            try:
-                headers = {"Content-Type": "application/json"}
-                connection.request("GET" if body is None else "POST", parts.path, body, headers)
-                reply = connection.getresponse()
-                text = reply.read()
-            except (OSError, HTTPException, ValueError):
-                if not late.is_set():
-                    raise
-        if late.is_set():
-            raise TimeoutError(f"no whole answer in {seconds:g} s")
-        return reply.status, text
-
-
-@contextmanager
-def _shut_down_at(until: float, sock: socket.socket) -> Iterator[threading.Event]:
-    """End whatever waits for this socket at a time, and set the event.  A socket's own timeout is
-    for each read: a server that sends a byte now and then never meets it."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        with suppress(OSError):  # it is closed already
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS too: nothing more is sent
-
-    timer = threading.Timer(max(0.0, until - time.monotonic()), end)
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def _answer(logprobs: dict[str, Any]) -> Answer:

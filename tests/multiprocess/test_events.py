@@ -10,8 +10,8 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import zmq
@@ -185,7 +185,13 @@ def api_server(answers: dict[str, object]) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+    with served_by(Handler) as url:
+        yield url
+
+
+@contextmanager
+def served_by(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -209,7 +215,7 @@ def test_engines_are_found_through_their_api_servers_and_another_model_is_left_o
     found = answers.pop("/kv_event_sources")
     with api_server(answers) as first, api_server(says(other, "/b")) as second:
         events = EventsProcess(node, first)
-        events.process.wait_err(f"{first}: it cannot be reached: HTTPError")
+        events.process.wait_err(f"{first}: it cannot be reached: HTTP 404")
         answers["/kv_event_sources"] = found
         one.wait()
         one.publish(stored(1))
@@ -217,6 +223,35 @@ def test_engines_are_found_through_their_api_servers_and_another_model_is_left_o
             router.wait_for(1)
         both = EventsProcess(node, first, second)
         both.process.wait_err(r"it is left out, for it serves another model: /[ab], and the others")
+
+
+class Drips(BaseHTTPRequestHandler):
+    """A byte now and then, for ever."""
+
+    def handle(self) -> None:
+        with suppress(OSError):  # who has asked has gone
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+            while True:
+                self.wfile.write(b" ")
+                threading.Event().wait(0.1)
+
+
+class NoHTTP(BaseHTTPRequestHandler):
+    def handle(self) -> None:
+        self.wfile.write(b"\xff\0\0\0\0\0\0\0\1\x7f")
+
+
+@pytest.mark.parametrize(
+    ("handler", "line"),
+    [(Drips, "TimeoutError: no whole answer in 2 s"), (NoHTTP, "BadStatusLine")],
+)
+def test_a_server_that_gives_no_answer_is_named_and_holds_up_no_end(
+    node: Node, handler: type[BaseHTTPRequestHandler], line: str
+) -> None:
+    with served_by(handler) as url:
+        events = EventsProcess(node, url)
+        events.process.wait_err(f"{url}: it cannot be reached: {line}")
+        assert events.process.terminate() == 0
 
 
 # -- the command line

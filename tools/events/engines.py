@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+from http.client import HTTPException
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
 
+from ..exchange import exchange
 from .sources import Endpoints
 
 SECONDS = 2.0
 MAX_ANSWER_BYTES = 1 << 20
+_ODD_ANSWER = (
+    OSError,
+    HTTPException,
+    ValueError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    RecursionError,
+)
 
 
 class NoSources(Exception):
     """An engine that does not say where its events are; the message says why."""
+
+
+class Refused(NoSources):
+    """It answers with another status than 200."""
 
 
 class Engine(NamedTuple):
@@ -26,13 +39,13 @@ class Engine(NamedTuple):
 
 
 def ask(url: str, seconds: float = SECONDS) -> Engine:
-    """Block for twice ``seconds`` at most.  Raises NoSources."""
+    """Block for about twice ``seconds`` at most, however slowly it answers.  Raises NoSources."""
     try:
         configs = _get(f"{url}/kv_event_sources", seconds)
         sources = tuple(
             _endpoints(config, urlsplit(url).hostname or "") for config in configs.values()
         )
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as exc:
+    except _ODD_ANSWER as exc:
         raise NoSources(f"{type(exc).__name__}: {exc}") from exc
     if not sources:
         raise NoSources("it publishes no events; start it with --kv-events-config")
@@ -43,21 +56,24 @@ def _model(url: str, seconds: float) -> str:
     try:
         models = _get(f"{url}/v1/models", seconds)["data"]
         return str(next(m["root"] for m in models if m.get("parent") is None))
-    except HTTPError:  # it wants an API key
+    except Refused:  # it wants an API key
         return ""
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, StopIteration) as exc:
+    except (*_ODD_ANSWER, StopIteration) as exc:
         raise NoSources(f"its /v1/models: {type(exc).__name__}: {exc}") from exc
 
 
 def _get(url: str, seconds: float) -> Any:
-    opener = build_opener(ProxyHandler({}))  # the engine is on this machine
-    with opener.open(url, timeout=seconds) as answer:
-        return json.loads(answer.read(MAX_ANSWER_BYTES))
+    status, text = exchange(url, None, seconds, MAX_ANSWER_BYTES)
+    if status != 200:
+        raise Refused(f"HTTP {status}")
+    return json.loads(text)
 
 
 def _endpoints(config: dict[str, Any], host: str) -> Endpoints:
     replay = config["replay_endpoint"]
-    return Endpoints(_reachable(config["endpoint"], host), replay and _reachable(replay, host))
+    return Endpoints(
+        _reachable(config["endpoint"], host), _reachable(replay, host) if replay else None
+    )
 
 
 def _reachable(endpoint: str, host: str) -> str:
