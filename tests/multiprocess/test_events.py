@@ -201,7 +201,22 @@ def served_by(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
             thread.join()
 
 
-def says(engine: Engine, model: str) -> dict[str, object]:
+class Answers(dict[str, object]):
+    """Of an API server, which tells how often it was asked."""
+
+    times = 0
+
+    def get(self, path: str, default: object = None) -> object:
+        self.times += path == "/kv_event_sources"
+        return super().get(path, default)
+
+    def wait(self) -> None:
+        """Until what is said now has been heard."""
+        before = self.times
+        wait_until(lambda: self.times >= before + 2, "the server is asked again")
+
+
+def says(engine: Engine, model: str = "/a") -> dict[str, object]:
     config = {"endpoint": engine.endpoint, "replay_endpoint": None, "topic": ""}
     adapter, base = {"root": "/l", "parent": "m"}, {"root": model, "parent": None}
     return {"/kv_event_sources": {"0": config}, "/v1/models": {"data": [adapter, base]}}
@@ -223,6 +238,68 @@ def test_engines_are_found_through_their_api_servers_and_another_model_is_left_o
             router.wait_for(1)
         both = EventsProcess(node, first, second)
         both.process.wait_err(r"it is left out, for it serves another model: /[ab], and the others")
+
+
+def test_an_engine_that_had_said_nothing_is_found_again_elsewhere(
+    node: Node, engines: tuple[Engine, Engine]
+) -> None:
+    one, two = engines
+    answers = Answers(says(one))
+    with api_server(answers) as url, Router.of(EventsProcess(node, url)) as router:
+        one.wait()
+        answers.clear()
+        one.close()
+        answers.wait()
+        answers.update(says(two))
+        two.wait()
+        two.publish(stored(1))
+        router.wait_for(1)
+
+
+def test_a_server_that_outlives_its_engine_is_asked_until_it_names_what_is_there(
+    node: Node, engines: tuple[Engine, Engine]
+) -> None:
+    one, two = engines
+    answers = Answers(says(one))
+    with api_server(answers) as url:
+        events = EventsProcess(node, url)
+        with Router.of(events) as router:
+            one.wait()
+            one.publish(stored(1))
+            router.wait_for(1)
+            one.close()
+            router.wait_for()
+            answers.wait()
+            answers.update(says(two))
+            two.wait()
+            two.publish(stored(2))
+            router.wait_for(2)
+        events.process.wait_err(f"{one.endpoint}: its API server does not name it any more")
+
+
+def test_engines_that_all_move_to_another_model_are_heard_again(
+    node: Node, engines: tuple[Engine, Engine]
+) -> None:
+    (one, two), later = engines, (Engine(node), Engine(node))
+    first, second = says(one), says(two)
+    with api_server(first) as url, api_server(second) as other:
+        events = EventsProcess(node, url, other)
+        with Router.of(events) as router:
+            one.wait()
+            two.wait()
+            two.publish(stored(1))
+            router.wait_for(1)
+            one.close()
+            first.update(says(later[0], "/b"))
+            events.process.wait_err(f"{url}: it is left out, .*: /b, and the others serve /a")
+            two.close()
+            second.update(says(later[1], "/b"))
+            for number, engine in enumerate(later):
+                engine.wait()
+                engine.publish(stored(number + 2))
+            router.wait_for(2, 3)
+    for engine in later:
+        engine.close()
 
 
 class Drips(BaseHTTPRequestHandler):

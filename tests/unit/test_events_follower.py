@@ -140,6 +140,15 @@ def test_an_engine_that_ends_is_forgotten_after_a_while() -> None:
     assert followed.said == [Trouble.GONE]
 
 
+def test_an_engine_that_ends_before_it_has_said_anything_has_gone_too() -> None:
+    for can_replay in (False, True):
+        followed = Followed(can_replay)
+        followed.connect()
+        followed.disconnect()
+        followed.wait(GONE_SECONDS)
+        assert followed.said == [Trouble.GONE]
+
+
 def test_an_engine_that_comes_back_is_the_same_only_if_it_says_the_same(
     subtests: pytest.Subtests,
 ) -> None:

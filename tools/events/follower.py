@@ -30,6 +30,7 @@ class Trouble(Enum):
     GONE = "its connection has ended"
     BAD = "a message that it sent is not understood"
     UNREACHABLE = "it cannot be reached"
+    UNNAMED = "its API server does not name it any more"
     OTHER_MODEL = "it is left out, for it serves another model"
 
 
@@ -102,8 +103,8 @@ class Follower:
     def tick(self, now: float) -> list[Action]:
         """To be called several times a second."""
         if self._gone_since is not None and now - self._gone_since >= GONE_SECONDS:
-            self._gone_since = None
-            return self._forget(Trouble.GONE)
+            self._gone_since = self._last = None
+            return [Forget(Trouble.GONE)]  # even if it has said nothing: its address may be another
         if self._replay is not None and now >= self._replay.deadline:
             return self._replay_failed(self._replay, now)
         quiet = now - self._heard_at >= QUIET_SECONDS

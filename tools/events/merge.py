@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
@@ -30,7 +30,10 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.incomplete = True
-        """Whether it has to be asked: it never was, or one of its engines has gone since."""
+        """Whether it has to be asked: not all that it names were connected since its answer."""
+        self.model = ""
+        self.names: tuple[Endpoints, ...] = ()
+        """As it answered last; none if it was left out."""
         self._answer: Future[Engine] | None = None
         self._asked_at: float | None = None
 
@@ -60,18 +63,20 @@ class Merge:
         self._copies, self._complaints = copies, complaints
         self._sources: dict[int, Source] = {}
         """By the numbers that ``copies`` knows them by."""
-        self._found_by: dict[int, Server] = {}
-        self._model = ""
+        self._given: set[Endpoints] = set()
+        """They stay, whatever API servers say."""
         self._begun: set[int] = set()
         """Ranks of which the stream has said something."""
         self._begin(0)
 
-    def add(self, endpoints: Endpoints, found_by: Server | None = None) -> None:
+    def add(self, endpoints: Endpoints) -> None:
         """Listen to an engine.  Raises ConfigError if ZeroMQ does not take the endpoints."""
+        self._add(endpoints)
+        self._given.add(endpoints)
+
+    def _add(self, endpoints: Endpoints) -> None:
         number = next(n for n in itertools.count() if n not in self._sources)
         self._sources[number] = Source(self._context, endpoints)
-        if found_by is not None:
-            self._found_by[number] = found_by
 
     def close(self) -> None:
         for source in self._sources.values():
@@ -94,10 +99,8 @@ class Merge:
             self._apply(number, source, action.payload, now)
         elif isinstance(action, Forget):
             self._forget(number, source, action.why, now)
-            server = self._found_by.get(number)
-            if action.why is Trouble.GONE and server is not None:  # its address may be another
-                self._drop(number)
-                server.incomplete = True
+            if action.why is Trouble.GONE and source.endpoints not in self._given:
+                self._sources.pop(number).close()
         elif isinstance(action, Complain):
             self._complaints.note(source.name, action.what, now)
 
@@ -116,10 +119,6 @@ class Merge:
         count = self._copies.count(number)
         self._complaints.note(source.name, why, now, more or f"it had {count} blocks")
         self._publish_all(self._copies.forget(number))
-
-    def _drop(self, number: int) -> None:
-        self._sources.pop(number).close()
-        self._found_by.pop(number, None)
 
     def keep(self, kept: frozenset[tuple[int, int]]) -> None:
         """Keepers have these blocks now."""
@@ -142,27 +141,44 @@ class Merge:
 
     # -- engines that API servers name
 
-    def ask(self, servers: Iterable[Server], executor: ThreadPoolExecutor, now: float) -> None:
+    def ask(self, servers: Sequence[Server], executor: ThreadPoolExecutor, now: float) -> None:
+        """Ask each server of which not all engines are connected, and listen where it says.
+
+        To be called before each ``turn``: so it sees each connection that ends, however soon there
+        is another."""
+        connected = {s.endpoints for s in self._sources.values() if s.follower.connected}
         for server in servers:
+            server.incomplete |= not connected.issuperset(server.names)
             try:
                 engine = server.look(executor, now)
             except NoSources as exc:
                 self._complaints.note(server.url, Trouble.UNREACHABLE, now, str(exc))
+                server.names = tuple(each for each in server.names if each in connected)
+                self._drop_unnamed(servers, Trouble.UNREACHABLE, now)
                 continue
             if engine is not None:
-                self._found(server, engine, now)
+                self._found(server, engine, servers, now)
 
-    def _found(self, server: Server, engine: Engine, now: float) -> None:
-        self._model = self._model or engine.model
-        if engine.model not in ("", self._model):
-            text = f"{engine.model}, and the others serve {self._model}"
+    def _found(self, server: Server, engine: Engine, servers: Sequence[Server], now: float) -> None:
+        models = {each.model for each in servers if each is not server and each.names} - {""}
+        is_alike = not (engine.model and models) or engine.model in models
+        server.incomplete, server.model = not is_alike, engine.model
+        server.names = engine.sources if is_alike else ()
+        self._drop_unnamed(servers, Trouble.UNNAMED, now)
+        if not is_alike:
+            text = f"{engine.model}, and the others serve {models.pop()}"
             self._complaints.note(server.url, Trouble.OTHER_MODEL, now, text)
-            return
-        server.incomplete = False
         known = {source.endpoints for source in self._sources.values()}
-        for endpoints in engine.sources:
+        for endpoints in server.names:
             if endpoints not in known:
                 try:
-                    self.add(endpoints, server)
+                    self._add(endpoints)
                 except ConfigError as exc:
                     self._complaints.note(server.url, Trouble.UNREACHABLE, now, str(exc))
+
+    def _drop_unnamed(self, servers: Iterable[Server], why: Trouble, now: float) -> None:
+        wanted = self._given.union(*(server.names for server in servers))
+        for number, source in list(self._sources.items()):
+            if source.endpoints not in wanted:
+                self._forget(number, source, why, now)
+                self._sources.pop(number).close()
