@@ -26,7 +26,7 @@ from .history import MAX_BATCHES, History
 from .keepers import LOOK_SECONDS, Keepers
 from .merge import Merge, Server
 from .sources import Endpoints
-from .stream import QUEUED_BATCHES, Stream
+from .stream import Stream
 
 HELP = "the KV events of a node's engines as one stream, for a router"
 BIND, REPLAY = "tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topic", default="", help="before each message, as routers want it (default: none)")
     add(
         "--history",
-        type=number(int, lambda n: 0 < n <= QUEUED_BATCHES, f"from 1 to {QUEUED_BATCHES}"),
+        type=number(int, lambda n: 0 < n <= MAX_BATCHES, f"from 1 to {MAX_BATCHES}"),
         default=MAX_BATCHES,
         metavar="N",
         help=f"how many batches to replay one by one; earlier ones as one batch ({MAX_BATCHES})",

@@ -17,7 +17,7 @@ from . import wire
 from .wire import Batch, BlockHash, Event, Place
 
 MAX_BATCHES = 10_000
-"""As many as vLLM keeps by default."""
+"""As many as vLLM keeps by default.  The most that may be kept: a replay has to fit in a queue."""
 MAX_BYTES = 64 << 20
 
 

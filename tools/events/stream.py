@@ -9,12 +9,13 @@ import zmq
 
 from kvshm.errors import KvshmError
 
-from .history import History
+from .history import MAX_BATCHES, History
 from .wire import END_OF_REPLAY, MAX_NUMBER
 
-QUEUED_BATCHES = 10_000
-"""For each subscriber.  What is more is dropped for it, and it asks for it again."""
-REPLAY_QUEUE = 2 * (QUEUED_BATCHES + 1000)
+QUEUED_BATCHES = 1000
+"""For each subscriber.  What is more is dropped for it, and it asks for it again.  Few, since a
+batch with a prompt of 32,768 tokens has 160 KiB, and a subscriber may stand still."""
+REPLAY_QUEUE = 2 * (MAX_BATCHES + 1000)
 """Room for a whole replay.  Twice, since ZeroMQ may count as many that were read already."""
 MAX_REQUEST_BYTES = 1024
 
