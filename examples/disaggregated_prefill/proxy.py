@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,10 @@ class Engines:
         """A connection has failed: try others first for a while."""
         engine.rests_until = self._clock() + REST_SECONDS
         log.warning("%s: %s %s", engine.url, type(why).__name__, why)
+
+
+class EngineEnded(Exception):
+    """An engine has died in the middle of its answer."""
 
 
 class Proxy:
@@ -155,18 +159,27 @@ class Proxy:
         for name in ("Content-Type", "Content-Length", "X-Request-Id"):
             if name in answered.headers:
                 response.headers[name] = answered.headers[name]
-        await response.prepare(request)
-        try:
-            async for chunk in answered.content.iter_any():
-                await response.write(chunk)
-        except ClientError as exc:  # it has died: the client must not take the rest for the end
-            self.decode.failed(engine, exc)
-            if response.content_type == "text/event-stream":
-                said = json.dumps(error_body(502, f"the decode engine has ended: {exc}"))
-                await response.write(f"data: {said}\n\n".encode())
-            if request.transport is not None:
-                request.transport.close()
+        with suppress(ConnectionError):  # the client has gone, which no engine is blamed for
+            await response.prepare(request)
+            try:
+                while chunk := await self._next_chunk(engine, answered):
+                    await response.write(chunk)
+            except EngineEnded as exc:  # the client must not take the rest for the end
+                if response.content_type == "text/event-stream":
+                    said = json.dumps(error_body(502, f"the decode engine has ended: {exc}"))
+                    await response.write(f"data: {said}\n\n".encode())
+                if request.transport is not None:
+                    request.transport.close()
         return response
+
+    async def _next_chunk(self, engine: Engine, answered: ClientResponse) -> bytes:
+        """What an engine says next, empty at its end.  Raises EngineEnded if it dies before."""
+        try:
+            chunk: bytes = await answered.content.readany()
+        except ClientError as exc:
+            self.decode.failed(engine, exc)
+            raise EngineEnded(exc) from exc
+        return chunk
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return await self._ask_decoders(request, "/v1/models")
@@ -189,7 +202,8 @@ class Proxy:
 def options_of(body: Json) -> Json | None:
     """What the client itself asks of kvshm.  None if the prompt is not to be shared, or nobody
     knows: then it is computed where it is decoded."""
-    params = body.get("kv_transfer_params") or {}
+    if (params := body.get("kv_transfer_params")) is None:
+        params = {}
     options = params.get("kvshm", {}) if isinstance(params, dict) else None
     if not isinstance(options, dict) or options.get("share", True) is not True:
         return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -25,6 +26,7 @@ RECEIPT = "0123456789abcdef.17.3"
 PATIENCE_S = 100.0
 Json = dict[str, Any]
 Answer = Callable[["Played", web.Request], Awaitable[web.StreamResponse]]
+Prepared = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
 class Played:
@@ -114,9 +116,14 @@ class Node:
 
 @asynccontextmanager
 async def node(
-    prefill: list[Played], decode: list[Played], seconds: float = PATIENCE_S, dead: int = 0
+    prefill: list[Played],
+    decode: list[Played],
+    seconds: float = PATIENCE_S,
+    dead: int = 0,
+    on_prepare: Prepared | None = None,
 ) -> AsyncIterator[Node]:
-    """``dead``: so many prefill engines that nobody can reach come first."""
+    """``dead``: so many prefill engines that nobody can reach come first; ``on_prepare``: is
+    called before the proxy's answers begin."""
     async with AsyncExitStack() as stack:
         for engine in (*prefill, *decode):
             await engine.server.start_server()
@@ -124,7 +131,9 @@ async def node(
         gone = [f"http://127.0.0.1:{unused_port()}" for _ in range(dead)]
         urls = [*gone, *(e.url for e in prefill)]
         made = Proxy(Engines(urls), Engines([e.url for e in decode]), seconds)
-        server = TestServer(application(made), handler_cancellation=True)
+        app = application(made)
+        app.on_response_prepare.extend([on_prepare] if on_prepare else [])
+        server = TestServer(app, handler_cancellation=True)
         await server.start_server()
         stack.push_async_callback(server.close)
         client = await stack.enter_async_context(ClientSession())
@@ -173,9 +182,12 @@ def test_a_chat_has_another_limit_and_others_parameters_stay() -> None:
     run(test())
 
 
-@pytest.mark.parametrize(
-    "params", [{"kvshm": {"share": False}}, {"kvshm": {"share": 0}}, {"kvshm": 3}, [3]]
-)
+NOT_SHARED = [{"kvshm": {"share": False}}, {"kvshm": {"share": 0}}, {"kvshm": 3}, {"kvshm": []}]
+NO_OBJECTS = [[3], [], "x", "", 3, 0, False]
+"""vLLM refuses a request that has one of these for an object."""
+
+
+@pytest.mark.parametrize("params", NOT_SHARED + NO_OBJECTS, ids=json.dumps)
 def test_what_may_not_be_shared_is_computed_where_it_is_decoded(params: Any) -> None:
     async def test() -> None:
         p, d = Played(computes), Played(decodes)
@@ -304,6 +316,44 @@ def test_a_client_that_goes_aborts_its_request(p: Answer, d: Answer) -> None:
             await waits.aborted.wait()
             assert all(e.in_flight == 0 for e in n.proxy.decode.all)
         assert bool(decode.asked) is (waits is decode)
+
+    run(test())
+
+
+def goes_before(said: bytes) -> Prepared:
+    """A client that is found gone when the proxy writes this to it; nothing: the headers."""
+
+    async def prepared(request: web.Request, response: web.StreamResponse) -> None:
+        write, transport = response.write, request.transport
+        assert transport is not None
+
+        async def checked(data: Any) -> None:
+            if said in data:
+                transport.close()
+            await write(data)
+
+        if not said:
+            transport.close()
+        response.write = checked  # type: ignore[method-assign]  # of this answer alone
+
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("d", "said", "blamed"), [(begins, b"", 0), (begins, b"data", 0), (dies, b"has ended", 1)]
+)
+def test_no_engine_is_blamed_for_a_client_that_goes(
+    d: Answer, said: bytes, blamed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        decode = Played(d)
+        async with node([Played(computes)], [decode], on_prepare=goes_before(said)) as n:
+            with suppress(ClientError):
+                await n.ask({"prompt": "x", "stream": True})
+            if not blamed:
+                await decode.aborted.wait()
+            assert bool(n.proxy.decode.all[0].rests_until) is bool(blamed)
+        assert sum(r.levelno >= logging.WARNING for r in caplog.records) == blamed, caplog.text
 
     run(test())
 
