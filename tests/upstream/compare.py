@@ -4,7 +4,8 @@
     python compare.py 0.33 SOURCE WITHOUT.json WITH.json --write   writes the list anew
 
 A line of the list is a test, all its parameters together: how often it ended how, with kvshm too if
-that differs, and beside how many schedulers and KV cache managers kvshm was.
+that differs, beside how many schedulers and KV cache managers kvshm was, and how many blocks were
+published when it ended, if any were.  All are the same in each run.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class Line(NamedTuple):
 
     without: Counter[str]
     with_kvshm: Counter[str]
-    attached: int
+    counts: Counter[str]
+    """Of injection.py."""
 
     def __str__(self) -> str:
         same = _said(self.without)
         ends = same if self.without == self.with_kvshm else f"{same}; {_said(self.with_kvshm)} with"
-        return f"{ends}; attached {self.attached}"
+        published = f"; published {n}" if (n := self.counts["published"]) else ""
+        return f"{ends}; attached {self.counts['attached']}{published}"
 
 
 def _said(counts: Counter[str]) -> str:
@@ -48,10 +51,10 @@ def lines_of(without: Outcomes, with_kvshm: Outcomes) -> dict[str, str]:
     for run, outcomes in enumerate((without, with_kvshm)):
         for test, told in outcomes.items():
             name = test.partition("[")[0]
-            line = found.setdefault(name, Line(Counter(), Counter(), 0))
+            line = found.setdefault(name, Line(Counter(), Counter(), Counter()))
             line[run][told["outcome"]] += 1
             if run:
-                found[name] = line._replace(attached=line.attached + told.get("attached", 0))
+                line.counts.update({n: told.get(n, 0) for n in ("attached", "published")})
     return {name: str(line) for name, line in sorted(found.items())}
 
 

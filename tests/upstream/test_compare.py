@@ -13,7 +13,9 @@ from .selection import Selection
 
 FILE, TEST = "tests/a/test_a.py", "tests/a/test_a.py::test_one"
 CHOSEN = Selection((FILE,), (), (), {}, {}, {}, {})
-PASSED: Mapping[str, Any] = {f"{TEST}[{i}]": {"outcome": "passed", "attached": i} for i in (0, 1)}
+PASSED: Mapping[str, Any] = {
+    f"{TEST}[{i}]": {"outcome": "passed", "attached": i, "published": 3 * i} for i in (0, 1)
+}
 
 
 def changed(**told: Any) -> dict[str, Any]:
@@ -29,7 +31,7 @@ LIST = read(as_text(lines_of(PASSED, PASSED)))
 
 
 def test_the_list_is_read_as_it_is_written() -> None:
-    assert LIST == {TEST: "2 passed; attached 1"}
+    assert LIST == {TEST: "2 passed; attached 1; published 3"}
     assert not list(offences(PASSED, PASSED, LIST, CHOSEN))
 
 
@@ -39,9 +41,11 @@ def test_the_list_is_read_as_it_is_written() -> None:
         ((PASSED, changed(outcome="failed")), LIST, f"{TEST}[1]: passed without kvshm, failed"),
         ((PASSED, without(f"{TEST}[1]")), LIST, f"{TEST}[1]: passed without kvshm, missing"),
         ((without(f"{TEST}[1]"),) * 2, LIST, f"{TEST}: 1 passed; attached 0; in the list: 2"),
-        ((changed(outcome="skipped"),) * 2, LIST, f"{TEST}: 1 passed, 1 skipped; attached 1; in"),
+        ((changed(outcome="skipped"),) * 2, LIST, f"{TEST}: 1 passed, 1 skipped; attached 1; pub"),
         ((PASSED, PASSED), LIST | {"b::gone": "1 passed"}, "b::gone: has not run; in the list"),
-        ((PASSED, PASSED), {}, f"{TEST}: 2 passed; attached 1; in the list: not listed"),
+        ((PASSED, PASSED), {}, f"{TEST}: 2 passed; attached 1; published 3; in the list: not"),
+        ((PASSED, changed(published=0)), LIST, f"{TEST}: 2 passed; attached 1; in the list: 2"),
+        ((PASSED, changed(published=4)), LIST, f"{TEST}: 2 passed; attached 1; published 4; in"),
         (
             (PASSED, changed(attached=0)),
             LIST,
@@ -60,7 +64,7 @@ def test_a_difference_that_has_a_reason_must_still_be_as_listed() -> None:
     chosen = Selection((FILE,), (), (), {}, {}, {TEST: "vLLM does so with any connector"}, {})
     runs = PASSED, changed(outcome="failed")
     listed = lines_of(*runs)
-    assert listed == {TEST: "2 passed; 1 passed, 1 failed with; attached 1"}
+    assert listed == {TEST: "2 passed; 1 passed, 1 failed with; attached 1; published 3"}
     assert not list(offences(*runs, listed, chosen))
     assert list(offences(PASSED, PASSED, listed, chosen))
 
