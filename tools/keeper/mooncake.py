@@ -30,7 +30,7 @@ INSTALL = (
     "the system's libibverbs1, librdmacm1, libnuma1 and liburing2"
 )
 P2P = "P2PHANDSHAKE"
-TRY_SECONDS = 10
+TRY_SECONDS = 30
 """How long another process may try to reach the store."""
 THERE = -705
 """What a put returns of a key that has a value."""
