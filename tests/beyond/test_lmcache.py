@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,44 @@ def test_without_a_part_of_the_store_prompts_are_computed(both: Nodes, lost: str
     asked, crossed = ask(both, two, two.engines[0], prompt)
     assert (asked.tokens.imported, crossed) == (BLOCKS * BLOCK_SIZE, BLOCKS)
     assert asked.answer == local_hit
+
+
+@pytest.mark.parametrize("what", ["killed", "stopped"])
+def test_without_lmcaches_server_prompts_are_computed(both: Nodes, what: str) -> None:
+    """It may take as long as LMCache waits for its server; and once that is back, prompts cross
+    again."""
+    two, seed = both.machines[1], 20 + 50 * (what == "stopped")
+    prompt = random_prompt(seed, LENGTH)
+    local_hit = compute(both, prompt)
+    service = two.attached.services["lmcache"]
+    if what == "killed":
+        service.kill()
+    with service.stopped() if what == "stopped" else nullcontext():
+        asked, crossed = ask(both, two, two.engines[0], prompt)
+    assert (asked.tokens.imported, crossed) == (0, 0)
+    assert asked.answer.tokens == local_hit.tokens
+    if what == "killed":
+        service.start()
+    for number in wait_until_counted("prompts cross again"):
+        prompt = random_prompt(seed + number, LENGTH)
+        local_hit = compute(both, prompt)
+        asked, crossed = ask(both, two, two.engines[0], prompt)
+        assert asked.answer.tokens == local_hit.tokens
+        if (asked.tokens.imported, crossed) == (BLOCKS * BLOCK_SIZE, BLOCKS):
+            break
+
+
+def test_an_engine_that_was_started_again_has_it_from_the_node(both: Nodes) -> None:
+    two, prompt = both.machines[1], random_prompt(90, LENGTH)
+    local_hit = compute(both, prompt)
+    ask(both, two, two.engines[0], prompt)
+    first = two.engines[0]
+    two.stop_engines(first)
+    two.start_engines(first.spec)
+    asked, crossed = ask(both, two, two.engines[-1], prompt)
+    assert (asked.tokens.imported, crossed) == (BLOCKS * BLOCK_SIZE, 0)
+    assert asked.answer == local_hit
+
+
+def wait_until_counted(what: str) -> Iterator[int]:
+    return (number for number, _ in enumerate(wait_until(what, PATIENCE_S, 2.0), start=1))
