@@ -4,6 +4,7 @@ are only reported."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +15,7 @@ from ..vllm.engines import reported
 from ..vllm.oracle import random_prompt
 from .nodes import Attachment, Machine, nodes
 from .store import Store
+from .test_keeper import wait_until_used
 from .test_lmcache import ask, compute
 from .ways import keeper, plain
 
@@ -35,6 +37,8 @@ def test_each_source_of_a_prompt_gives_the_same_answer(
         two_and_a_plain_one, model, tmp_path_factory.mktemp("store"), engines=(1, 2, 1)
     ) as running:
         _, two, alone = running.machines
+        for number, engine in enumerate(two.engines):
+            wait_until_used(running, two, engine, count(10**7 * (1 + number)))
         for seed in range(PROMPTS):
             prompt = random_prompt(10**6 + seed, LENGTH)
             local_hit = compute(running, prompt)

@@ -149,7 +149,7 @@ def test_nothing_is_written_of_a_shelf_that_was_closed(tier: Tier, closes: bool)
 def test_now_and_then_a_fetch_is_made_that_seems_too_slow(tier: Tier) -> None:
     """Or a store that was slow once would never be fetched from again."""
     for _ in range(20):
-        tier.fetching._costs.add_load(1 << 20, 1000.0)
+        tier.fetching._times.add(1 << 20, 1000.0)
     assert [tier.asks_for(0.3) for _ in range(REFUSALS_PER_TRIAL)].count(1) == 1
 
 

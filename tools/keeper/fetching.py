@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvshm._engine.costs import Costs
 from kvshm._engine.store_asks import Coming, Wanted
 from kvshm.api import BlockContent, BlockName
 
 from .desk import Desk
+from .fetch_times import FetchTimes
 from .generations import Generations
 from .shelf import Shelf
 from .staging import Memory, Staging, value_bytes
@@ -66,7 +66,7 @@ class Fetching:
         self._link, self._generations, self._memory = link, generations, memory
         self._desk, self._clock = desk, clock
         self._staging = Staging(link.store)
-        self._costs = Costs()
+        self._times = FetchTimes()
         self._waiting: list[tuple[Shelf, int, BlockName]] = []
         """With their generations, in the order in which they are fetched."""
         self._under_way: dict[Shelf, dict[BlockName, None]] = {}
@@ -135,8 +135,10 @@ class Fetching:
         needed = [name for name in prompt.needed(length) if not shelf.is_near(name)]
         fresh = [name for name in needed if name not in under_way]
         under_way_now = len(under_way) + len(fresh)
-        seconds = self._costs.load_seconds(under_way_now * value_bytes(shelf))
-        worth = length > wanted.lacking.found and self._is_fast(seconds, wanted)
+        known = self._times.seconds(under_way_now * value_bytes(shelf))
+        seconds = wanted.seconds if known is None else known  # at first it may take as long
+        fast = known is None or self._times.are_less(seconds, wanted.seconds)
+        worth = length > wanted.lacking.found and fast
         kept = [name for name in prompt.needed(length) if shelf.kept(name) is not None]
         if not worth or len(kept) + len(needed) > shelf.most:
             self._refuse(ask)
@@ -147,11 +149,6 @@ class Fetching:
         self._waiting += [(shelf, generation, name) for name in fresh]
         if needed:
             self._asks.append(ask._replace(awaits=set(needed)))
-
-    def _is_fast(self, seconds: float, wanted: Wanted) -> bool:
-        """Whether fetching is faster than computing; now and then a slow one is made, to learn
-        whether it still is."""
-        return seconds < wanted.seconds or self._costs.try_anyway()
 
     # -- what is fetched
 
@@ -175,7 +172,7 @@ class Fetching:
         if shelf.closed:  # meanwhile
             return
         if read is not None:
-            self._costs.add_load(batch.nbytes, read.seconds)
+            self._times.add(batch.nbytes, read.seconds)
             self._generations.seen(shelf, read.generation)
             if self._generations.of(shelf) == batch.generation:
                 good = self._keep(batch, read)
