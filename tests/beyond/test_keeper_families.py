@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.beyond, pytest.mark.timeout(1800)]
 
 FAMILIES = {family.name: family for family in SEVERAL_GROUPS}
 PROMPTS = 3
+NUM_BLOCKS = 300
+"""Enough for the longest prompt in each group."""
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "gemma3"])
@@ -28,7 +30,8 @@ def test_a_prompt_of_several_groups_is_answered_as_on_a_local_hit(
     family = FAMILIES[name]
     length = 4 * max(family.step, 256) + family.tail
     model = family.write(tmp_path / "model")
-    with nodes(partial(keeper, memory="256M"), model, tmp_path, engines=(1, 1)) as both:
+    way = partial(keeper, memory="256M")
+    with nodes(way, model, tmp_path, engines=(1, 1), num_blocks=NUM_BLOCKS) as both:
         (one, first), (two, second) = ((m, m.engines[0]) for m in both.machines)
         came, seeds = 0, count(1)
         for _ in wait_until("prompts cross", PATIENCE_S, 2.0):
