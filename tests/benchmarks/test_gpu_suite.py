@@ -19,8 +19,9 @@ import pytest
 from ..waiting import is_running
 
 ROOT = Path(__file__).parents[2]
-SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
-FORKING = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
+FORKING = "import subprocess; subprocess.run(['sh', '-c', 'echo $$; exec sleep 300'])"
+HANGS_SECONDS = 10
+"""Long enough for a program to begin on a busy machine."""
 
 
 @pytest.fixture
@@ -46,14 +47,14 @@ def test_every_step_runs_whatever_the_others_do(suite: ModuleType, tmp_path: Pat
     measured = json.dumps({"benchmark": "x", "value": 3})
     steps = [
         step("fails", 20, ("-c", "import sys; print('why', file=sys.stderr); sys.exit(3)")),
-        step("hangs", 2, ("-c", FORKING)),
+        step("hangs", HANGS_SECONDS, ("-c", FORKING)),
         step("measures", 20, ("-c", f"print({measured!r})")),
     ]
     assert not run_part(suite, tmp_path, steps)
     found = lines(tmp_path / "gpu-x.jsonl")
     ended = {line["name"]: line["ended"] for line in found if line["benchmark"] == "gpu step"}
     assert ended == {
-        "ready": "ok", "fails": "failed with status 3", "hangs": "stopped after 2 s",
+        "ready": "ok", "fails": "failed with status 3", "hangs": f"stopped after {HANGS_SECONDS} s",
         "measures": "ok",
     }  # fmt: skip
     (kept,) = (line for line in found if line["benchmark"] == "x")

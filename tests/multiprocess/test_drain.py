@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvshm import Reader
+from kvshm import Reader, _native
 from kvshm._shm.layout import IN_DRAIN_OFFSET
 
 from .joined import Toy, Toys, served
@@ -159,6 +159,13 @@ def begun(place: Node, *arguments: str) -> Managed:
     return place.processes.python("drain", *command, *where)
 
 
+def wait_for_a_look(toy: Toy) -> None:
+    """Until the command has seen what the engine has.  At each look it asks keepers again to copy,
+    if another command for the engine has ended: as this here seems to be."""
+    _native.store(toy.table._segment.buffer, IN_DRAIN_OFFSET, 1)
+    wait_until(lambda: toy.table.gives_away, "it has looked")
+
+
 @pytest.mark.parametrize(
     "happens", ["the engine ends", "the keeper ends", "it is interrupted", "it is killed"]
 )
@@ -169,6 +176,7 @@ def test_what_happens_meanwhile_ends_it(place: Node, toys: Toys, happens: str) -
     keeper.process.signal(signal.SIGSTOP)
     process = begun(place, "a", "--seconds", "60")
     wait_until(lambda: a.table.gives_away, "it has begun")
+    wait_for_a_look(a)
     if happens == "the engine ends":
         a.node.close()
         end = "gone"
