@@ -36,7 +36,7 @@ def left_open(before: Counter[tuple[str, int]], patience: float = 5.0) -> Counte
         # Threads that wait for the collection to end go on when the listing lets them, and so
         # would be found in the middle of what they do each time, if looked at only once.
         for _ in range(10):
-            time.sleep(0.001)
+            time.sleep(0.001)  # they go on meanwhile
             left &= _open_now() - before
     return left
 

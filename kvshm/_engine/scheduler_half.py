@@ -190,7 +190,7 @@ class SchedulerHalf:
         if state is not None:
             state.end(leaves=leaves)
             if not leaves:
-                self.planner.store.withdrew = state.table.epoch
+                self.planner.store.withdrew = state.table.fingerprint, state.table.epoch
             self._client.rejoin()
 
     def not_opened(self, epoch: int) -> bool:

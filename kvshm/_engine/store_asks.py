@@ -70,7 +70,8 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
     seconds: _Seconds
     """What computing them would take: blocks that come later are not wanted."""
     withdrew: _Epoch = 0
-    """The epoch that this engine has withdrawn last, 0 if none, or once it is confirmed."""
+    """The epoch that this engine has withdrawn last, if that had this fingerprint; 0 if none, or
+    once it is confirmed."""
 
     @property
     def hashes(self) -> list[bytes]:
@@ -125,9 +126,11 @@ class StoreAsks:
         self._number = 0
         self._answers: dict[int, Coming | None] = {}
         """The last answer to each ask that is not forgotten."""
-        self.withdrew = self._confirmed = 0
-        """The epoch that was withdrawn last, set by any thread, and the one that a keeper has
-        confirmed: it says so until then, since no keeper may have been there to hear of it."""
+        self.withdrew: tuple[bytes, int] = b"", 0
+        """Fingerprint and epoch of what was withdrawn last; set by any thread."""
+        self._confirmed = 0
+        """The epoch of which a keeper has confirmed that.  Until then each ask for the same
+        fingerprint says so, since no keeper may have been there to hear of it."""
         guard_forks(self)
 
     @property
@@ -154,7 +157,8 @@ class StoreAsks:
         assert self._socket is not None
         self._number = (self._number + 1) % (1 << 32)
         packed = b"".join(each.ljust(HASH_BYTES, b"\0") for each in hashes[:MOST_HASHES])
-        withdrew = self.withdrew if self.withdrew != self._confirmed else 0
+        kind, epoch = self.withdrew
+        withdrew = epoch if kind == fingerprint and epoch != self._confirmed else 0
         wanted = Wanted(fingerprint, self._number, packed, lacking, groups, seconds, withdrew)
         try:
             self._socket.send(encode(wanted), zmq.NOBLOCK)

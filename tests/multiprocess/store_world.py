@@ -56,6 +56,16 @@ class World:
         self.wait_for_written(keys)
         return a, keys
 
+    def served_and_written(self) -> tuple[Engine, list[bytes]]:
+        """An engine of the first node, which the keeper there serves; and the keys of a prompt that
+        it has computed, and that is in the store."""
+        a = self.engine(self.one, "a")
+        a.wait_until_served()
+        keys = prompt(a.toy, b"1")
+        a.toy.compute(keys, range(6))
+        self.wait_for_written(keys)
+        return a, keys
+
     def calls(self, what: str) -> list[list[str]]:
         """The keys of each call of this kind so far, a keeper's pid in front."""
         lines = (self.folder / "calls").read_text().splitlines()

@@ -212,11 +212,7 @@ def test_it_ends_while_the_store_hangs(world: World) -> None:
 
 def test_a_killed_one_leaves_its_place_to_the_next(world: World) -> None:
     keeper = world.keeper(world.one)
-    a = world.engine(world.one, "a")
-    a.wait_until_served()
-    keys = prompt(a.toy, b"1")
-    a.toy.compute(keys, range(6))
-    world.wait_for_written(keys)
+    a, keys = world.served_and_written()
     a.toy.node.retract(range(6))
     (world / "held").touch()
     assert a.length(keys) == 6 or keeper.has(keys)

@@ -88,13 +88,10 @@ def test_a_withdrawal_of_which_no_keeper_was_there_to_hear_is_told_by_the_engine
     world: World,
 ) -> None:
     first = world.keeper(world.one)
-    a = world.engine(world.one, "a")
-    a.wait_until_served()
-    keys = prompt(a.toy, b"1")
-    a.toy.compute(keys, range(6))
-    world.wait_for_written(keys)
+    a, keys = world.served_and_written()
     assert first.process.terminate() == 0
-    a.asks.withdrew = a.toy.node.epoch  # as SchedulerHalf.end_epoch says it
+    # As SchedulerHalf.end_epoch says it.
+    a.asks.withdrew = a.toy.table.fingerprint, a.toy.node.epoch
     a.toy.node.reset()
     world.keeper(world.one)
     assert a.toy.node.wait_joined(PATIENCE_SECONDS)
@@ -102,7 +99,7 @@ def test_a_withdrawal_of_which_no_keeper_was_there_to_hear_is_told_by_the_engine
 
     def is_confirmed() -> bool:
         assert a.length(keys) == 0
-        return a.asks._confirmed == a.asks.withdrew
+        return a.asks._confirmed == a.asks.withdrew[1]
 
     wait_until(is_confirmed, "the keeper has raised the number")
     a.wait_until_served()
@@ -115,11 +112,7 @@ def test_a_store_that_has_lost_its_number_gives_out_nothing_that_was_withdrawn(
 ) -> None:
     """Of keepers that are there one writes it again; without any it is another one."""
     first = world.keeper(world.one)
-    a = world.engine(world.one, "a")
-    a.wait_until_served()
-    keys = prompt(a.toy, b"1")
-    a.toy.compute(keys, range(6))
-    world.wait_for_written(keys)
+    a, keys = world.served_and_written()
     a.toy.node.reset()
     assert a.toy.node.wait_joined(PATIENCE_SECONDS)
     a.wait_until_served()

@@ -12,6 +12,7 @@ from kvshm import Group
 from kvshm._engine.store_asks import Coming, Lacking, StoreAsks, Wanted
 from kvshm.tools.keeper.desk import Desk
 
+KIND = b"k" * 32
 ASKS = """
 import os, resource, sys
 from pathlib import Path
@@ -44,10 +45,10 @@ def test_what_was_withdrawn_is_told_until_a_keeper_confirms_it(tmp_path: Path) -
         closing(StoreAsks(tmp_path, "n", time.monotonic)) as asks,
     ):
 
-        def told(confirmed: int = 0) -> int:
+        def told(confirmed: int = 0, kind: bytes = KIND) -> int:
             """What an ask says of it; a keeper then answers."""
             assert asks.possible
-            number = asks.ask(bytes(32), [b"k"], Lacking(0, 0, 1), (Group(0, 16),), 1.0)
+            number = asks.ask(kind, [b"k"], Lacking(0, 0, 1), (Group(0, 16),), 1.0)
             assert number is not None
             route, wanted = next_ask(desk)
             desk.answer(route, Coming(number, 0, 0.0, confirmed))
@@ -57,11 +58,12 @@ def test_what_was_withdrawn_is_told_until_a_keeper_confirms_it(tmp_path: Path) -
             return wanted.withdrew
 
         assert told() == 0
-        asks.withdrew = 5
+        asks.withdrew = KIND, 5
         assert told() == 5
+        assert told(kind=bytes(32)) == 0  # with other weights it has withdrawn nothing
         assert told(confirmed=5) == 5
         assert told() == 0
-        asks.withdrew = 6
+        asks.withdrew = KIND, 6
         assert told(confirmed=5) == 6
         assert told() == 6
 

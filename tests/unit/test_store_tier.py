@@ -18,7 +18,7 @@ from kvshm._engine.costs import REFUSALS_PER_TRIAL
 from kvshm._engine.store_asks import Lacking, Wanted
 from kvshm.api import BlockContent, BlockName
 from kvshm.tools.keeper.fetching import Fetching
-from kvshm.tools.keeper.generations import Generations
+from kvshm.tools.keeper.generations import Generations, _look
 from kvshm.tools.keeper.store import block_keys, generation_key
 from kvshm.tools.keeper.writing import Writing
 
@@ -184,3 +184,19 @@ def test_one_that_was_opened_since_is_told(tier: Tier) -> None:
 
     tier.looks.end(reopen)
     assert tier.superseded == [tier.shelf]
+
+
+@pytest.mark.parametrize(("raising", "expected"), [(False, NUMBER), (True, NUMBER + 1)])
+def test_a_number_that_another_keeper_makes_up_at_the_same_time_is_taken_and_raised(
+    tmp_path: Path, raising: bool, expected: int
+) -> None:
+    class Late(FolderStore):
+        def number(self, key: str) -> int:
+            """There is none; then another keeper writes the first one."""
+            found = super().number(key)
+            self.first_number(key, NUMBER)
+            return found
+
+    store, key = Late(tmp_path), generation_key(FINGERPRINT)
+    assert _look(store, key, 0, raising, NUMBER + 100) == expected
+    assert store.number(key) == expected

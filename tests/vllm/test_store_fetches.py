@@ -258,9 +258,9 @@ def test_a_keeper_is_to_hear_of_what_an_engine_withdraws(
     node: Callable[..., Node], leaves: bool
 ) -> None:
     n = node()
-    epoch = n.e.table.epoch
+    withdrawn = n.e.table.fingerprint, n.e.table.epoch
     n.e.connector._scheduler.cache.end_epoch(leaves=leaves)
-    assert n.asks.withdrew == (0 if leaves else epoch)
+    assert n.asks.withdrew == ((b"", 0) if leaves else withdrawn)
 
 
 def test_a_request_that_must_not_share_asks_nobody(node: Callable[..., Node]) -> None:

@@ -105,9 +105,11 @@ def _look(store: Store, key: str, least: int, raising: bool, unused: int) -> int
     """Return the store's number, which is now at least this one, and, if it is to be raised, higher
     than it was."""
     found = store.number(key)
-    if not (known := max(found, least)):
-        return store.first_number(key, unused)
-    wanted = known + raising
+    if not max(found, least):
+        found = store.first_number(key, unused)
+        if found == unused:  # else another keeper was quicker, and has perhaps been used
+            return found
+    wanted = max(found, least) + raising
     if found < wanted:
         store.set_number(key, wanted)
     return wanted

@@ -162,7 +162,7 @@ def _answers(settings: Settings) -> bool:
     """Whether another process can use the store, so that ``setup`` will not wait."""
     asked = json.dumps(settings._replace(global_segment_size=0))
     program = f"import sys; from {__name__} import try_to_use; try_to_use(sys.argv[1])"
-    command = [sys.executable, "-c", program, asked]
+    command = [sys.executable, "-P", "-c", program, asked]
     none = subprocess.DEVNULL
     return subprocess.run(command, stdin=none, stdout=none, stderr=none).returncode == 0
 
