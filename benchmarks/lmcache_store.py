@@ -107,7 +107,9 @@ def _serving(command: list[str], environment: Mapping[str, str], port: int) -> I
                     break
                 if server.poll() is not None:
                     said.seek(0)
-                    raise SystemExit(f"LMCache's server has ended:\n{said.read().decode()[-2000:]}")
+                    raise RuntimeError(
+                        f"LMCache's server has ended:\n{said.read().decode()[-2000:]}"
+                    )
             yield
         finally:
             server.send_signal(signal.SIGINT)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lmcache_store import lmcache_store
+from lmcache_store import Store, lmcache_store
 from local_node import Engine, EngineSpec, clean_environment
 from sharing_node import SharingNode
 
@@ -36,6 +37,13 @@ class Setting:
     lmcache: Path | None
     """Where LMCache is installed, for arms that have it."""
     max_model_len: int
+    environment: Mapping[str, str] = field(default_factory=lambda: {"KVSHM_MIN_PREFIX_TOKENS": ""})
+    """Of the engines.  Unless told otherwise, kvshm imports where its users' would."""
+
+    @property
+    def share_gb(self) -> float:
+        """Of the extra memory, for each engine, where engines have it for themselves."""
+        return self.extra_gb / self.num_engines
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Kind:
     connectors: tuple[str, ...] = ()
     keeps: bool = False
     """Whether a keeper runs beside them."""
+    offloads: bool = False
+    """Whether they are started with vLLM's own flag for a tier in host memory."""
 
     @property
     def shares(self) -> bool:
@@ -55,33 +65,83 @@ class Kind:
         return "lmcache" in self.connectors
 
 
-# With both, the longer prefix is loaded (KVSHM_BESIDE=1 in ``started``).
+# With both, the longer prefix is loaded (KVSHM_BESIDE=1 in ``started``).  ``offload`` is what users
+# of vLLM type: it needs a GPU and does not start without one.  ``offload+copies`` is the same
+# connector, with copies that need none (offload_spec.py).
 KINDS = {
     "plain": Kind(),
     "kvshm": Kind(("kvshm",)),
     "kvshm+keeper": Kind(("kvshm",), keeps=True),
     "lmcache": Kind(("lmcache",)),
     "kvshm+lmcache": Kind(("kvshm", "lmcache")),
+    "offload": Kind(offloads=True),
+    "offload+copies": Kind(("offload+copies",)),
 }
 
 
+class Arm(NamedTuple):
+    """What was started."""
+
+    node: SharingNode
+    engines: list[Engine]
+    store: Store | None
+    """LMCache's server, if there is one."""
+
+
 @contextmanager
-def started(kind: Kind, setting: Setting) -> Iterator[tuple[SharingNode, list[Engine]]]:
-    """Start the engines of an arm with all they need, and end them on leaving."""
-    environment = {"KVSHM_ENABLE": "1" if kind.shares else "0", "KVSHM_MIN_PREFIX_TOKENS": ""}
-    with _store(setting) if kind.stores else _nothing() as (found, settings):
-        connectors = {"kvshm": KVSHM, **found}
-        arguments = _transfer([connectors[name] for name in kind.connectors])
+def started(kind: Kind, setting: Setting) -> Iterator[Arm]:
+    """Start the engines of an arm with all they need, and end them on leaving.  RuntimeError if
+    something does not start; its message ends with what that has written."""
+    environment = {"KVSHM_ENABLE": "1" if kind.shares else "0", **setting.environment}
+    with _store(setting) if kind.stores else nullcontext() as store:
+        connectors = {"kvshm": KVSHM, "offload+copies": _offload(setting)}
+        if store:
+            connectors["lmcache"] = store.connector
         if len(kind.connectors) > 1:
-            settings = {**settings, "KVSHM_BESIDE": "1"}
-        with SharingNode({**environment, **settings}) as node:
+            environment["KVSHM_BESIDE"] = "1"
+        arguments = _transfer([connectors[name] for name in kind.connectors])
+        if kind.offloads:
+            arguments = ("--kv-offloading-size", f"{setting.share_gb:g}")
+        if "offload+copies" in kind.connectors:
+            environment["PYTHONPATH"] = _with_this_folder()
+        with SharingNode({**environment, **(store.environment if store else {})}) as node:
             if kind.shares:
                 node.start_coordinator()
             engines = node.start_engines(*(_spec(setting, i, arguments) for i in _all(setting)))
             if kind.shares:
                 node.wait_joined(*engines)
-            with _keeper(setting, node.environment) if kind.keeps else _nothing():
-                yield node, engines
+            with _keeper(setting, node.environment) if kind.keeps else nullcontext():
+                yield Arm(node, engines, store)
+
+
+def why(error: BaseException) -> str:
+    """Return the line of a failure's message that names its cause: the first one in a log that
+    begins with an error, or what the failure itself says first."""
+    lines = str(error).splitlines() or [repr(error)]
+    named = (_ERROR.search(line) for line in lines)
+    return next((found[0] for found in named if found), lines[0])
+
+
+_ERROR = re.compile(r"\b(?:[A-Z]\w*Error|Exception): .*")
+
+
+def _offload(setting: Setting) -> dict[str, Any]:
+    settings = {
+        "cpu_bytes_to_use": round(setting.share_gb * (1 << 30)),
+        "spec_name": "HostCopySpec",
+        "spec_module_path": "offload_spec",
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+
+
+def _with_this_folder() -> str:
+    """Where an engine finds offload_spec."""
+    path = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(filter(None, [path, str(Path(__file__).parent)]))
 
 
 def _all(setting: Setting) -> range:
@@ -123,23 +183,14 @@ def _keeper(setting: Setting, environment: Mapping[str, str]) -> Iterator[None]:
         try:
             assert keeper.stdout is not None
             if not keeper.stdout.readline():
-                raise SystemExit(f"kvshm keeper has ended with status {keeper.wait()}")
+                raise RuntimeError(f"kvshm keeper has ended with status {keeper.wait()}")
             yield
         finally:
             keeper.terminate()
 
 
-Found = tuple[dict[str, dict[str, Any]], Mapping[str, str]]
-"""Configurations of connectors by name, and the environment that engines need for them."""
-
-
 @contextmanager
-def _nothing() -> Iterator[Found]:
-    yield {}, {}
-
-
-@contextmanager
-def _store(setting: Setting) -> Iterator[Found]:
+def _store(setting: Setting) -> Iterator[Store]:
     assert setting.lmcache is not None
     with lmcache_store(setting.lmcache, setting.extra_gb) as store:
-        yield {"lmcache": store.connector}, store.environment
+        yield store

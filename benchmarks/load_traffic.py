@@ -7,12 +7,16 @@ Popular prefixes     each request is one of ``prefixes`` long prefixes, drawn by
 Agents               each request is the next turn of an agent, that is all that was said so far and
                      a tail; an agent begins with one of the prefixes, and now and then two go on
                      from the same turn.
+Users                each of ``users`` comes back with all that was said, the answers too, and a
+                     question, after a while of thinking: the next request waits for the answer.
+                     A user begins with one of the prefixes, and another one takes over after some
+                     turns.  Router and engine know the user, not the prefix.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +24,7 @@ VOCABULARY = range(300, 900)
 FORKS = 0.2
 """Share of an agent's turns from which another agent begins."""
 TURNS = 6
-"""Turns of an agent before another one takes its place."""
+"""Turns of an agent or a user before another one takes its place."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Traffic:
     """The properties of what is sent."""
 
     rate: float
-    """Requests a second, in Poisson arrivals."""
+    """Requests a second, in Poisson arrivals; of users: if every answer came at once."""
     seconds: float
     prefixes: int = 24
     prefix_tokens: int = 2048
@@ -37,19 +41,28 @@ class Traffic:
     shift: float = 0.0
     agents: int = 0
     """How many go on side by side; 0: none, each request is a prefix and a tail."""
+    users: int = 0
+    """How many talk side by side, instead of prefixes or agents."""
+    answer_tokens: int = 8
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt."""
-        return self.prefix_tokens + self.tail_tokens * (TURNS if self.agents else 1)
+        answers = self.answer_tokens * (TURNS - 1) if self.users else 0
+        turns = TURNS if self.agents or self.users else 1
+        return self.prefix_tokens + self.tail_tokens * turns + answers
 
 
 class Request(NamedTuple):
     at: float
-    """Seconds after the start."""
-    prefix: int
-    """Its number: by it affinity chooses an engine."""
+    """Seconds after the start; of a user: after the answer before."""
+    key: int
+    """The number of its prefix, or of its user: by it affinity chooses an engine."""
     prompt: list[int]
+
+
+Conversation = Generator[Request, list[int], None]
+"""A place among the users, for ever: yields what is asked, and is sent the answer."""
 
 
 class _Agent:
@@ -75,6 +88,22 @@ class Clients:
         draw = self._next_turn if run.agents else self._popular
         while (at := at + drawn.expovariate(run.rate)) < run.seconds:
             yield Request(at, *draw(drawn, at))
+
+    def conversations(self, seed: int, traffic: Traffic | None = None) -> list[Conversation]:
+        """Return what each of the users does.  ``traffic``: another rate."""
+        run = traffic or self._traffic
+        return [self._converse(place, random.Random(f"{seed} {place}"), run)
+                for place in range(run.users)]  # fmt: skip
+
+    def _converse(self, user: int, drawn: random.Random, run: Traffic) -> Conversation:
+        turns = drawn.randint(1, TURNS)  # a run begins in the middle of what users say
+        while True:
+            said = self._prefixes[self._draw_prefix(drawn, 0.0)]
+            for _ in range(turns):
+                said = said + _tokens(drawn, run.tail_tokens)
+                thinks = drawn.expovariate(run.rate / run.users)
+                said = said + (yield Request(thinks, user, said))
+            user, turns = user + run.users, TURNS
 
     def _popular(self, drawn: random.Random, at: float) -> tuple[int, list[int]]:
         prefix = self._draw_prefix(drawn, at)
@@ -112,7 +141,7 @@ def _tokens(drawn: random.Random, count: int) -> list[int]:
     return drawn.choices(VOCABULARY, k=count)
 
 
-# -- routers: (prefix, requests under way on each engine) -> the engine's number
+# -- routers: (prefix or user, requests under way on each engine) -> the engine's number
 
 Router = Callable[[int, Sequence[int]], int]
 
@@ -120,7 +149,7 @@ Router = Callable[[int, Sequence[int]], int]
 def round_robin() -> Router:
     turn = -1
 
-    def route(prefix: int, busy: Sequence[int]) -> int:
+    def route(key: int, busy: Sequence[int]) -> int:
         nonlocal turn
         turn += 1
         return turn % len(busy)
@@ -129,14 +158,14 @@ def round_robin() -> Router:
 
 
 def affinity() -> Router:
-    """A prefix always goes to the same engine, as many prefixes to each."""
-    return lambda prefix, busy: prefix % len(busy)
+    """A prefix or user always goes to the same engine, as many of them to each."""
+    return lambda key, busy: key % len(busy)
 
 
 def least_load() -> Router:
     """Where the fewest requests are under way; by lot where there are several."""
     lots = random.Random(1)
-    return lambda prefix, busy: min(range(len(busy)), key=lambda i: (busy[i], lots.random()))
+    return lambda key, busy: min(range(len(busy)), key=lambda i: (busy[i], lots.random()))
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

@@ -22,21 +22,21 @@ def test_prefixes_are_as_popular_as_zipfs_law_says() -> None:
     requests = sent(LONG)
     assert len(requests) == pytest.approx(50 * 200, rel=0.05)
     weights = zipf_weights(8, 1.0)
-    for prefix, count in Counter(request.prefix for request in requests).items():
+    for prefix, count in Counter(request.key for request in requests).items():
         assert count / len(requests) == pytest.approx(weights[prefix] / sum(weights), rel=0.15)
 
 
 def test_a_prefix_is_the_same_each_time_and_a_tail_never() -> None:
     requests = sent(LONG)[:200]
-    begins = {(r.prefix, tuple(r.prompt[:64])) for r in requests}
-    assert len(begins) == len({r.prefix for r in requests}) == len({b for _, b in begins})
+    begins = {(r.key, tuple(r.prompt[:64])) for r in requests}
+    assert len(begins) == len({r.key for r in requests}) == len({b for _, b in begins})
     assert len({tuple(r.prompt) for r in requests}) == 200
     assert {len(r.prompt) for r in requests} == {68} == {LONG.longest_prompt}
 
 
 def test_popularity_moves_on() -> None:
     requests = sent(changed(shift=100, zipf=3.0))
-    halves = [[r.prefix for r in requests if (r.at < 100) is first] for first in (True, False)]
+    halves = [[r.key for r in requests if (r.at < 100) is first] for first in (True, False)]
     assert [Counter(half).most_common(1)[0][0] for half in halves] == [0, 2]
 
 
@@ -53,6 +53,38 @@ def test_agents_go_on_from_what_was_said_and_fork() -> None:
     assert continued > 200
     assert forked > 20
     assert max(len(r.prompt) for r in requests) == changed(agents=5).longest_prompt == 64 + 6 * 4
+
+
+def test_users_come_back_with_what_was_said_and_others_take_over() -> None:
+    traffic = changed(users=3, answer_tokens=2)
+    answer, thought, turns = [1, 2], [], Counter()
+    for place, conversation in enumerate(Clients(traffic, 1).conversations(2)):
+        request = next(conversation)
+        for _ in range(400):
+            thought.append(request.at)
+            turns[request.key] += 1
+            assert request.key % 3 == place
+            assert len(request.prompt) == 64 + 4 + (turns[request.key] - 1) * (2 + 4)
+            before, request = request, conversation.send(answer)
+            if request.key == before.key:
+                assert request.prompt[:-4] == before.prompt + answer
+            else:
+                assert request.key == before.key + 3
+                assert len(request.prompt) == 64 + 4
+    assert sum(thought) / len(thought) == pytest.approx(3 / 50, rel=0.1)
+    assert {turns[key] for key in turns if 3 <= key < max(turns) - 30} == {6}
+    assert traffic.longest_prompt == 64 + 6 * 4 + 5 * 2
+
+
+def test_users_ask_the_same_in_every_arm() -> None:
+    def first(contents: int, seed: int) -> list[Request]:
+        return [next(c) for c in Clients(changed(users=4), contents).conversations(seed)]
+
+    assert first(1, 2) == first(1, 2)
+    assert [r[:2] for r in first(1, 2)] == [r[:2] for r in first(9, 2)]
+    assert not {tuple(r.prompt[-4:]) for r in first(1, 2)} & {
+        tuple(r.prompt[-4:]) for r in first(1, 3)
+    }
 
 
 def test_arms_get_the_same_but_for_the_tokens() -> None:
