@@ -20,6 +20,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 MAX_MODEL_LEN = 8192
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
@@ -57,14 +65,16 @@ def write_tokenizer(directory: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def write_model(directory: Path, seed: int = 0) -> Path:
+def write_model(directory: Path, seed: int = 0, **sizes: int) -> Path:
     """Write weights, config and tokenizer into ``directory`` and return it.
 
-    A directory that is already complete for this seed is left alone.  Takes a few seconds
+    ``sizes``: fields of transformers' LlamaConfig, such as ``hidden_size``, in place of those here.
+    A directory that is already complete for this seed and these is left alone.  Takes a few seconds
     (torch and transformers are imported), writes about 5 MB.
     """
     done = directory / "seed"
-    if done.exists() and done.read_text() == str(seed):
+    asked = json.dumps([seed, sizes]) if sizes else str(seed)
+    if done.exists() and done.read_text() == asked:
         return directory
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -74,12 +84,7 @@ def write_model(directory: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **(SIZES | sizes),
         max_position_embeddings=MAX_MODEL_LEN,
         initializer_range=0.05,
         tie_word_embeddings=False,
@@ -89,7 +94,7 @@ def write_model(directory: Path, seed: int = 0) -> Path:
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(directory)
-    done.write_text(str(seed))
+    done.write_text(asked)
     return directory
 
 
