@@ -130,6 +130,12 @@ LOADED = [
 COMPUTED = [("first", "computed"), ("second", "computed")]
 
 
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_import, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(bench_import, "ASLEEP_SECONDS", 0)
+
+
 @pytest.mark.parametrize("computed_first", [False, True])
 def test_before_each_way_the_other_engine_computes(computed_first: bool) -> None:
     log, arm = played()
@@ -163,7 +169,6 @@ def test_all_is_printed_and_an_arm_that_fails_is_named(
 
     monkeypatch.setattr(bench_import, "started", started)
     monkeypatch.setattr(bench_import, "ask", played)
-    monkeypatch.setattr(bench_import, "ASLEEP_SECONDS", 0)
     monkeypatch.setattr(bench_import, "write_model", lambda path, **_: path)
     options = ["--arms", "kvshm,offload,offload+copies", "--rounds", "3", "--lengths", "128,512"]
     monkeypatch.setattr("sys.argv", ["bench_import.py", *options])
