@@ -22,7 +22,7 @@ from typing import Any
 from completions import Result
 from gpu_vllm_limits import Watcher
 from local_node import Engine, EngineSpec
-from measurement import percentiles, report
+from measurement import report
 from sharing_node import SharingNode
 from tiny_model import write_model, write_tokenizer
 
@@ -222,11 +222,6 @@ def rounds(options: argparse.Namespace) -> Iterator[int]:
             print(f"no time is left for round {number} of {options.rounds}", flush=True)
             return
         yield number
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p99, the smallest and the largest of at least two values."""
-    return {**percentiles(values), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def result(options: argparse.Namespace, run: str, **found: Any) -> None:

@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from completions import Result
-from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, spread, tokens_of
+from gpu_vllm_pair import TAIL_TOKENS, Pair, pair, result, rounds, tokens_of
 from gpu_vllm_tally import Tally, judged
 from local_node import Engine
+from measurement import percentiles
 from sharing_node import observe
 
 GOAL_TOKENS, GOAL_MS = 10_000, 25.0
@@ -107,7 +108,7 @@ def of_way(times: Times) -> dict[str, dict[str, float]]:
     """Summarise one way; empty if it was measured less than twice."""
     if len(times.client) < 2:
         return {}
-    return {"client_ms": spread(times.client), "engine_ms": spread(times.engine)}
+    return {"client_ms": percentiles(times.client), "engine_ms": percentiles(times.engine)}
 
 
 def steps(options: argparse.Namespace) -> bool:
@@ -227,7 +228,7 @@ def beside(options: argparse.Namespace) -> bool:
             rest(both, phases["alone"], took)
         arrivals = running.end()
     gaps = {name: list(gaps_in(arrivals, phase.spans)) for name, phase in phases.items()}
-    latency = {name: spread(found) for name, found in gaps.items() if len(found) > 1}
+    latency = {name: percentiles(found) for name, found in gaps.items() if len(found) > 1}
     wrong = tally.faults(f"{tokens} tokens")
     wrong += [f"no time between two tokens while {name}" for name in phases if name not in latency]
     result(

