@@ -36,9 +36,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def report(benchmark: str, **results: Any) -> None:
     """Print one line of JSON: the results with machine, versions, commit and command."""
-    found = {"benchmark": benchmark, **results, "machine": machine(), "versions": _versions()}
-    command = " ".join([Path(sys.executable).name, *sys.argv])
-    print(json.dumps({**found, "commit": commit(), "command": command}))
+    command = [Path(sys.executable).name, *sys.argv]
+    print(json.dumps(described(benchmark, command, **results)), flush=True)
+
+
+def described(benchmark: str, command: Sequence[str], **results: Any) -> dict[str, Any]:
+    """Return what a line of JSON holds: the results with machine, versions, commit, command."""
+    found = {"benchmark": benchmark, **results, "machine": _machine(), "versions": _versions()}
+    return {**found, "commit": commit(), "command": " ".join(command)}
 
 
 def commit(root: Path = ROOT) -> str:
@@ -60,7 +65,7 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def machine() -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     models = [line.partition(": ")[2] for line in text.splitlines() if "model name" in line]
     cores = len(os.sched_getaffinity(0))

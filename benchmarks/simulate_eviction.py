@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from load_traffic import zipf_weights
+from measurement import report
 
 PREFIX_BLOCKS = 16
 TRACE_BLOCK_TOKENS = 512
@@ -234,7 +235,7 @@ def main() -> None:
             f"{order}_of_ideal": round(found[order].all / found["ideal"].all, 4)
             for order in ORDERS[:-1]
         }
-        print(json.dumps({"blocks": num_blocks, **shares, **reached}), flush=True)
+        report("eviction", engines=args.engines, blocks=num_blocks, **shares, **reached)
 
 
 if __name__ == "__main__":
