@@ -103,7 +103,7 @@ def _serving(command: list[str], environment: Mapping[str, str], port: int) -> I
         )
         try:
             for _ in wait_until("LMCache's server listens", SERVER_TIMEOUT_S):
-                if _listens(port):
+                if listens(port):
                     break
                 if server.poll() is not None:
                     said.seek(0)
@@ -120,7 +120,7 @@ def _serving(command: list[str], environment: Mapping[str, str], port: int) -> I
                 server.wait()
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     """Whether a process listens at a TCP port of this machine: state 0A in the kernel's list."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     return any(f":{port:04X}" in line.split()[1] and line.split()[3] == "0A" for line in lines)

@@ -129,6 +129,10 @@ BENCHES = (
         "benchmarks/simulate_eviction.py",
     ),
     Bench(
+        "peer-lookups", "peers", 120, "how long do lookups take in kvshm and in other caches?",
+        "benchmarks/bench_peer_lookups.py --lmcache {lmcache} --mooncake {mooncake}",
+    ),
+    Bench(
         "load", "peers", 1300, "is sharing worth it under load?",
         "benchmarks/bench_load.py --rate 12 --lmcache {lmcache} --arms "
         "plain-rr,plain-affinity,kvshm-rr,kvshm-least,lmcache-least",
@@ -202,6 +206,8 @@ def run(bench: Bench, arguments: Sequence[str], limit: float) -> tuple[list[dict
         lines, said = list(json_lines(text(out))), text(err)
     if not wrong and not lines:
         wrong = "it printed no result"
+    if peers := {name: installed(name) for name in bench.needs}:
+        lines = [{**line, "peers": peers} for line in lines]
     if wrong:
         last = [without_paths(line) for line in said.splitlines()[-LAST_LINES:]]
         failed = {"reason": wrong, "stderr": last}
