@@ -29,7 +29,7 @@ KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/native/*.c kvshm/nat
 LMCACHE := $(call stamp,lmcache,requirements/lmcache.txt)
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
-.PHONY: help demo examples test test-all test-nightly coverage check docs wheel bench setup clean
+.PHONY: help demo examples test test-all test-nightly coverage check docs wheel setup clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -68,18 +68,15 @@ check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m mypy --package tests
 	$(PYTHON) -m pytest -q tests/test_architecture.py
 
-docs: $(TOOLS) $(KVSHM) ## write the parts of docs/ that the code states
+docs: $(TOOLS) $(KVSHM) ## write the parts of docs/ that the code and the results of benchmarks state
 	$(PYTHON) docs/generate.py
 	$(PYTHON) docs/command_pages.py
+	$(PYTHON) docs/performance_page.py
 
 wheel: $(TOOLS) ## build dist/kvshm-*-cp311-abi3-*.whl
 	rm -rf build
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/kvshm-*.whl
-
-bench: $(ENGINE) $(KVSHM) ## time to first token, and time inside the hooks; one JSON line each
-	PYTHONPATH=examples $(PYTHON) benchmarks/bench_import.py
-	PYTHONPATH=examples $(PYTHON) benchmarks/bench_hooks.py
 
 setup: $(ENGINE) $(KVSHM) $(LMCACHE) ## only build the environment in .venv; VLLM=0.33, here and above: in .venv-0.33
 

@@ -216,7 +216,6 @@ def main() -> None:
         without_network()
     end_what_is_started()
     sys.path += [str(folder.resolve()) for folder in (options.lmcache, options.mooncake)]
-    cores = os.sched_getaffinity(0)
     with ExitStack() as stack:
         os.sched_setaffinity(0, {SERVER_CORE})
         peers: dict[str, Client] = {
@@ -227,7 +226,6 @@ def main() -> None:
         ours = stack.enter_context(kvshm(options.entries))
         dictionary = Dict(options.entries, options.entries // ENGINES)
         found = [*measure({"kvshm": ours, "dict": dictionary, **peers}, options)]
-    os.sched_setaffinity(0, cores)
     for one in found:
         report(
             "peer-lookups",

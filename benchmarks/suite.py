@@ -283,7 +283,6 @@ def main() -> int:
     parser.add_argument("set", choices=SETS, help="; ".join(f"{k}: {v}" for k, v in SETS.items()))
     parser.add_argument("--only", action="append", metavar="NAME", help="one of the set")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
-    parser.add_argument("--needs", action="store_true", help="only say what the set needs")
     options = parser.parse_args()
     benches = [bench for bench in BENCHES if bench.set == options.set]
     if unknown := {*(options.only or ())} - {bench.name for bench in benches}:
@@ -292,8 +291,6 @@ def main() -> int:
     benches = [bench for bench in benches if not options.only or bench.name in options.only]
     peers = needed(benches)
     print("\n".join(told(peers)), flush=True)
-    if options.needs:
-        return 0
     if None in peers.values():
         return 2
     end_what_is_started()
