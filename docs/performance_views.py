@@ -125,6 +125,7 @@ def of_arms(lines: Lines, title: str) -> View:
         "behind": behind(arms),
         "against": arm_called(line["against"]),
         "room": room(line),
+        "failed": sum(run.get("failed", 0) for run in lines if "arm" in run),
         "share": {arm: shares(lines, arm) for arm in arms},
     }
     return View(head, rows, {"": plot}, values)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench_peer_lookups
 import pytest
+from bench_lookup import digest
 from bench_peer_lookups import (
     BURST,
     ENGINES,
@@ -79,7 +80,7 @@ def test_a_dict_finds_what_is_there_up_to_a_hole() -> None:
     assert places.ask(places.question([250, 251, 900, 252])) == 2
     assert isinstance(places, Kvshm)
     hashes = places.question([250])
-    assert hashes == [bench_peer_lookups.digest("2 50")]
+    assert hashes == [digest("2 50")]
 
 
 def test_long_chains_are_asked_less_often() -> None:
