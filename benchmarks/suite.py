@@ -4,8 +4,8 @@
 
 ``BENCHES`` is the table; docs/performance_page.py makes the page of the results.  The lines of JSON
 that a benchmark prints are written to OUT/NAME.jsonl, in place of those of its last run.  A run
-that fails is kept, too: behind the lines that it has printed stands one with ``failed``, which has
-the status and the last lines of stderr.  The suite goes on with the next one, and ends with 1.
+that fails is kept, too: behind the lines that it has printed stands one with ``failed_run``, the
+status and the last lines of stderr.  The suite goes on with the next one, and ends with 1.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class Bench(NamedTuple):
 
 BENCHES = (
     Bench(
-        "lookup", "quick", 40, "what does it take to look a prefix up among other engines?",
+        "lookup", "quick", 15, "what does it take to look a prefix up among other engines?",
         "benchmarks/bench_lookup.py",
     ),
     Bench(
-        "groups", "quick", 15, "what does a lookup over several KV cache groups take?",
+        "groups", "quick", 5, "what does a lookup over several KV cache groups take?",
         "benchmarks/bench_groups.py",
     ),
     Bench(
-        "scheduler", "quick", 60, "what is added to vLLM's scheduler?",
+        "scheduler", "quick", 25, "what is added to vLLM's scheduler?",
         "benchmarks/bench_scheduler.py --rounds 20",
     ),
     Bench(
@@ -101,16 +101,16 @@ BENCHES = (
         "benchmarks/bench_hooks.py",
     ),
     Bench(
-        "client", "quick", 50, "what does a busy scheduler lose to the thread that hears of peers?",
+        "client", "quick", 45, "what does a busy scheduler lose to the thread that hears of peers?",
         "benchmarks/bench_client.py --rounds 12",
     ),
     Bench(
-        "client-crowd", "quick", 40, "how many records a second does an engine apply?",
+        "client-crowd", "quick", 30, "how many records a second does an engine apply?",
         "benchmarks/bench_client.py --crowd --hz 1000 --records 64 --rounds 8",
     ),
     Bench(
-        "import", "quick", 90, "when does the first token of an imported prefix come?",
-        "benchmarks/bench_import.py --rounds 20",
+        "import", "quick", 180, "when does the first token of an imported prefix come?",
+        "benchmarks/bench_import.py --rounds 6 --lengths 256,1024",
     ),
     Bench(
         "weights", "quick", 40, "what does it take to watch the weights?",
@@ -121,11 +121,11 @@ BENCHES = (
         "benchmarks/bench_idle.py --rounds 30",
     ),
     Bench(
-        "admission", "quick", 60, "what does it take to find out whether kvshm knows this vLLM?",
+        "admission", "quick", 45, "what does it take to find out whether kvshm knows this vLLM?",
         "benchmarks/bench_admission.py --rounds 20",
     ),
     Bench(
-        "eviction", "quick", 20, "which blocks should engines that share drop?",
+        "eviction", "quick", 10, "which blocks should engines that share drop?",
         "benchmarks/simulate_eviction.py",
     ),
     Bench(
@@ -134,7 +134,7 @@ BENCHES = (
     ),
     Bench(
         "load", "peers", 1300, "is sharing worth it under load?",
-        "benchmarks/bench_load.py --rate 12 --lmcache {lmcache} --arms "
+        "benchmarks/bench_load.py --rates 12 --lmcache {lmcache} --arms "
         "plain-rr,plain-affinity,kvshm-rr,kvshm-least,lmcache-least",
     ),
     Bench(
@@ -211,7 +211,7 @@ def run(bench: Bench, arguments: Sequence[str], limit: float) -> tuple[list[dict
     if wrong:
         last = [without_paths(line) for line in said.splitlines()[-LAST_LINES:]]
         failed = {"reason": wrong, "stderr": last}
-        lines.append(described(bench.name, ["python", *arguments], failed=failed))
+        lines.append(described(bench.name, ["python", *arguments], failed_run=failed))
     return lines, wrong
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from performance_plots import Plot, draw
-from performance_views import VIEWS, Line, Lines, View, number
+from performance_view import Line, Lines, View, number
+from performance_views import VIEWS
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "performance.md"
@@ -78,8 +79,8 @@ def made(results: Mapping[str, Lines], prose: Mapping[str, Any]) -> Made:
 
 
 def has_failed(line: Line) -> bool:
-    """Whether benchmarks/suite.py says so; requests that have failed are a number."""
-    return isinstance(line.get("failed"), Mapping)
+    """Whether the run has, as benchmarks/suite.py says."""
+    return "failed_run" in line
 
 
 def of_view(lines: Lines, view: View) -> dict[str, Any]:
@@ -105,10 +106,10 @@ def shown(
         for more in view.plots:
             yield from picture(f"{name}{more and f'-{more}'}", view.plots, key=more)
         yield table([view.head, *view.rows])
-        yield from targets(section.get("target", ()), lines)
+        yield from targets(section.get("target", ()), values[name])
         yield from filled(section["text"], values[name]).split("\n\n")
     else:
-        failed = line["failed"]
+        failed = line["failed_run"]
         yield f"**This run has failed**: {failed['reason']}."
         if failed["stderr"]:
             yield "\n".join(["```text", *failed["stderr"], "```"])
@@ -136,13 +137,13 @@ class Value:
         return format(self.value, wanted)
 
 
-def targets(wanted: Sequence[Mapping[str, Any]], lines: Lines) -> Iterator[str]:
-    """Yield a table of targets, each met or missed."""
+def targets(wanted: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of targets, each met or missed.  ``of``: where the values have what counts."""
     rows = []
     for target in wanted:
         (sign,) = SIGNS.keys() & target.keys()
         limit: float = target[sign]
-        value: Any = lines
+        value: Any = values
         for key in target["of"]:
             value = value[key]
         met = value <= limit if sign == "at_most" else value >= limit

@@ -12,7 +12,8 @@ import performance_page
 import pytest
 from performance_page import PAGE, PLOTS, PROSE, README, Made, in_readme, made, read
 from performance_plots import COLOURS, INK, PAPER, Curves, Dots, Plot, Row, draw
-from performance_views import VIEWS, number
+from performance_view import number
+from performance_views import VIEWS
 from suite import BENCHES
 
 TEXT = tomllib.loads(PROSE.read_text("utf-8"))
@@ -78,7 +79,7 @@ def test_a_section_is_there_if_its_results_are(found: Made) -> None:
 
 def test_a_run_that_failed_is_shown_as_failed(found: Made) -> None:
     last = RESULTS["load"][-1]
-    failed = {"failed": {"reason": "status 1", "stderr": ["it", "broke"]}}
+    failed = {"failed_run": {"reason": "status 1", "stderr": ["it", "broke"]}}
     line = {k: last[k] for k in ("machine", "versions", "commit", "command")} | failed
     page = made({**RESULTS, "load": [*RESULTS["load"], line]}, TEXT).page
     _, shown = page.split("\n## Under load\n")
@@ -88,12 +89,12 @@ def test_a_run_that_failed_is_shown_as_failed(found: Made) -> None:
 
 
 def test_a_target_is_met_or_missed_with_its_reason() -> None:
-    lines = [{"a": {"p50": 2.0}}]
+    values = {"line": {"a": {"p50": 2.0}}}
     wanted: list[dict[str, Any]] = [
-        {"what": "x", sign: limit, "unit": "ms", "of": [-1, "a", "p50"], "missed": "that is so"}
+        {"what": "x", sign: limit, "unit": "ms", "of": ["line", "a", "p50"], "missed": "that is so"}
         for sign, limit in (("at_most", 2), ("at_most", 1.9), ("at_least", 2), ("at_least", 3))
     ]
-    (table,) = performance_page.targets(wanted, lines)
+    (table,) = performance_page.targets(wanted, values)
     assert [row.rpartition(" | ")[2] for row in table.splitlines()[2:]] == [
         "met |", "**missed**: that is so |", "met |", "**missed**: that is so |",
     ]  # fmt: skip

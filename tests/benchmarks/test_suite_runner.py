@@ -33,11 +33,11 @@ def test_a_run_that_fails_is_kept_and_the_others_are_run(
     benches = [bench("silent", "pass"), bench("bad", BAD), bench("good", GOOD)]
     assert not run_all(benches, tmp_path)
     (silent,) = kept(tmp_path, "silent")
-    assert silent["failed"] == {"reason": "it printed no result", "stderr": []}
+    assert silent["failed_run"] == {"reason": "it printed no result", "stderr": []}
     line, failed = kept(tmp_path, "bad")
     assert line["benchmark"] == "good"
     assert failed["benchmark"] == "bad"
-    assert failed["failed"] == {"reason": "status 1", "stderr": [".../secret: it broke"]}
+    assert failed["failed_run"] == {"reason": "status 1", "stderr": [".../secret: it broke"]}
     assert {"machine", "versions", "commit", "command"} <= {*failed}
     assert kept(tmp_path, "good") == [{"benchmark": "good", "n": 1}]
     assert "failed: silent, bad" in capsys.readouterr().err
