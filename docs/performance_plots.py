@@ -121,7 +121,7 @@ def _dots(plot: Dots) -> Figure:
     if logarithmic := 0 < WIDE * least < greatest:
         _log(axes.xaxis, math.log10(greatest / least))
     else:
-        axes.set_xlim(min(0, 1.1 * least), 1.06 * greatest or 1)
+        axes.set_xlim(min(0, least - (greatest - least) / 20), 1.06 * greatest or 1)
         axes.xaxis.set_major_formatter(_written)
     axes.set_xlabel(f"{plot.unit}, logarithmic" if logarithmic else plot.unit)
     axes.set_yticks([])
