@@ -241,16 +241,17 @@ def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters, held: _
 
 
 def _entry(entry: Entry, epoch: Epoch | None, held: _Held) -> Json:
-    """An entry's tag does not say in which group the block is; its owner's slot does."""
-    prefix, group = entry.tag.to_bytes(TAG_BYTES, "little"), None
+    """An entry does not say in which group and how deep in its chain the block is; its owner's slot
+    does."""
+    prefix, depth, group = entry.tag.to_bytes(TAG_BYTES, "little"), None, None
     slot = held.get(epoch, {}).get(entry.block_id) if epoch is not None else None
     if slot is not None and tag_in_group(slot.block_hash, slot.group) == entry.tag:
-        prefix, group = slot.block_hash[:TAG_BYTES], slot.group
+        prefix, depth, group = slot.block_hash[:TAG_BYTES], slot.depth, slot.group
     return {
         "hash_prefix": prefix.hex(),
         "epoch": None if epoch is None else f"{epoch:016x}",
         "block_id": entry.block_id,
         "generation": entry.generation,
-        "depth": entry.depth,
+        "depth": depth,
         "group": group,
     }

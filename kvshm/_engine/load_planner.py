@@ -119,33 +119,36 @@ class LoadPlanner:
     def _make_plan(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
     ) -> Plan | None:
-        count = epoch.table.counters.add
-        count(c.LOOKUPS, 1)
+        table = epoch.table
         found = self.search.longest(epoch, hashes, start, stop, self._config.max_import_blocks)
         self.common_prefix = found.common
         if not found.runs:
             group, scale = (leading := self.search.groups.leading).number, leading.scale
             missed = epoch.peers.why_missed(hashes, start // scale, group=group, scale=scale)
-            count(missed, 1)
+            table.counters.add_one_to_both(c.LOOKUPS, missed)
             return None
         length = found.length - start
-        if (refused := self._why_refused(found, length * epoch.table.block_size)) is not None:
+        tokens = length * table.block_size
+        if (refused := self._why_refused(found, tokens)) is not None:
             self.common_prefix = found.common or found.length
-            count(refused, 1)
+            table.counters.add_one_to_both(c.LOOKUPS, refused)
             return None
-        nbytes = sum(run.num_blocks * run.peer.block_bytes for run in found.runs)
-        now, own = self._clock(), epoch.table.epoch
-        plan = Plan(own, start, length, found.parts, found.runs, now, nbytes)
-        count(c.LOOKUP_HITS, 1)
-        count(c.BLOCKS_MATCHED, plan.num_blocks)
-        epoch.table.histograms.observe(MATCH_LENGTH, length * epoch.table.block_size)
-        return plan
+        num_blocks = nbytes = 0
+        for peer, records in found.runs:  # as every prompt waits for this: no calls
+            blocks = len(records) // RECORD_BYTES
+            num_blocks, nbytes = num_blocks + blocks, nbytes + blocks * peer.block_bytes
+        table.counters.add_match(num_blocks)
+        table.histograms.observe(MATCH_LENGTH, tokens)
+        return Plan(table.epoch, start, length, found.parts, found.runs, self._clock(), nbytes)
 
     def _why_refused(self, found: Restorable, tokens: int) -> Counter | None:
         least, most = self._config.min_prefix_tokens, self._config.max_import_blocks
         if least is not Auto.AUTO and tokens < least:
             return c.MISS_TOO_SHORT
-        return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
+        for part in found.parts:
+            if part.num_blocks > most:
+                return c.MISS_TOO_LONG
+        return None
 
     def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
         """Ask the engines that have these blocks of a group to hand them out last for ``seconds``,

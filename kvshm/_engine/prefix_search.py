@@ -51,7 +51,7 @@ class PrefixSearch:
             return self.groups.longest(start, stop, len(hashes), find)
         if not (runs := epoch.peers.lookup(hashes, start, min(stop, start + most))):
             return NOTHING
-        found = sum(run.num_blocks for run in runs)
+        found = sum(map(len, [run.records for run in runs])) // RECORD_BYTES
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
 
     def finder(self, epoch: EpochState, hashes: Sequence[bytes]) -> Find:

@@ -24,6 +24,7 @@ from kvshm._shm.layout import (
 from .index_layout import ROW_STRUCT, Entry, Row, rows, used_entries
 
 _WORD = (1 << 64) - 1
+_LINE_ENTRIES = 64 // ENTRY_BYTES
 
 
 def violations(buffer: memoryview) -> list[str]:
@@ -90,4 +91,4 @@ def _home(tag: int, capacity: int) -> int:
     """Where the search for a tag begins: home_of of core_index.h, which this checks."""
     tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
     tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
-    return (tag ^ tag >> 33) % capacity
+    return (tag ^ tag >> 33) % capacity // _LINE_ENTRIES * _LINE_ENTRIES

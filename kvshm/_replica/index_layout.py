@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvshm._base.ids import BlockId, Epoch, Generation, LeaseBit
 from kvshm._shm.layout import (
     ENTRY_BYTES,
+    ENTRY_ROW_SHIFT,
     INDEX_HEADER_BYTES,
     NUM_ROWS,
     ROW_BYTES,
@@ -22,7 +23,7 @@ from kvshm._shm.layout import (
 
 ROW_NAME_BYTES = 32
 ROW_STRUCT = struct.Struct(f"<QIIQI4x{ROW_NAME_BYTES}s")
-ENTRY_STRUCT = struct.Struct("<QIIII")
+ENTRY_STRUCT = struct.Struct("<QII")
 TOMBSTONE_STRUCT = struct.Struct("<QII")
 """Tag, kind of the last record (0: none was heard), generation; repeats tombstone of replica.c."""
 assert ROW_STRUCT.size == ROW_BYTES
@@ -30,6 +31,7 @@ assert ENTRY_STRUCT.size == ENTRY_BYTES
 assert TOMBSTONE_STRUCT.size == TOMBSTONE_BYTES
 
 _ENTRIES_AT_ONCE = 4096
+_BLOCK_MASK = (1 << ENTRY_ROW_SHIFT) - 1
 _TAKEN = frozenset(RowState) - {RowState.FREE}
 
 
@@ -52,7 +54,6 @@ class Entry(NamedTuple):
     row: int
     block_id: BlockId
     generation: Generation
-    depth: int
 
 
 def tag_in_group(block_hash: bytes, group: int) -> int:
@@ -76,6 +77,7 @@ def used_entries(buffer: memoryview) -> Iterator[tuple[int, Entry]]:
     for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
         first = (offset - INDEX_HEADER_BYTES) // ENTRY_BYTES
         stored = ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
-        for place, (tag, block_id, generation, owner, depth) in enumerate(stored, first):
-            if owner:  # row + 1; 0 in a free entry
-                yield place, Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
+        for place, (tag, held, generation) in enumerate(stored, first):
+            if owner := held >> ENTRY_ROW_SHIFT:  # row + 1; 0 in a free entry
+                block_id = BlockId(held & _BLOCK_MASK)
+                yield place, Entry(tag, owner - 1, block_id, Generation(generation))

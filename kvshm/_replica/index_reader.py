@@ -83,8 +83,7 @@ class ReplicaReader:
         if rows_mask is None:
             rows_mask = sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
         if not isinstance(hashes, list):
-            part = list(hashes[start * scale : stop * scale])
-            hashes, start, stop = part, 0, stop - start
+            hashes = list(hashes[: stop * scale])
         return _native.index_lookup(buffer, hashes, start, stop, rows_mask, group, scale)
 
     def last(

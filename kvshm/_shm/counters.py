@@ -5,7 +5,9 @@ from __future__ import annotations
 from kvshm import _native
 
 from .segment import Segment
-from .statistics import Counter
+from .statistics import BLOCKS_MATCHED, LOOKUP_HITS, LOOKUPS, Counter
+
+_MATCH = (LOOKUPS.offset, 1, LOOKUP_HITS.offset, 1, BLOCKS_MATCHED.offset)
 
 
 class CounterValues:
@@ -33,6 +35,9 @@ class Counters(CounterValues):
         _native.add(self._segment.buffer, number.offset, amount)
 
     def add_one_to_both(self, counter: Counter, other: Counter) -> None:
-        buffer = self._segment.buffer
-        _native.add(buffer, counter.offset, 1)
-        _native.add(buffer, other.offset, 1)
+        _native.add(self._segment.buffer, counter.offset, 1, other.offset, 1)
+
+    def add_match(self, num_blocks: int) -> None:
+        """Count a lookup that has found ``num_blocks`` (not negative): in one call, since the
+        scheduler waits for it."""
+        _native.add(self._segment.buffer, *_MATCH, num_blocks)

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from kvshm._base.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 9
+LAYOUT_VERSION = 10
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -95,7 +95,8 @@ NUM_ROWS = 64
 ROW_BYTES = 64
 ROW_STATE_OFFSET = 8
 ROW_ENTRIES_OFFSET = 16
-ENTRY_BYTES = 24
+ENTRY_BYTES = 16
+ENTRY_ROW_SHIFT = 24
 TOMBSTONE_BYTES = 16
 
 RECORD_BYTES = 48

@@ -65,12 +65,13 @@ static bool is_known(const index_view *index, uint32_t row, uint32_t block, cons
 {
     uint64_t group = get_half(slot + KVSHM_SLOT_GROUP_OFFSET);
     uint64_t tag = get(slot + KVSHM_SLOT_HASH_OFFSET) ^ group * GROUP_FACTOR;
-    uint64_t place = (uint64_t)generation_of(word) << 32 | block, position = home_of(index, tag);
+    kvshm_record sought = {.block_id = block, .generation = generation_of(word)};
+    uint64_t place = make_place(row, &sought), position = home_of(index, tag);
     for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
         entry e = entry_at(index, position);
         if (is_free(e))
             break;
-        if (e.tag == tag && row_of(e) == row && e.place == place)
+        if (e.tag == tag && e.place == place)
             return true;
     }
     return false;

@@ -104,10 +104,10 @@
  *     is_sound               load relaxed         one writer
  *     kvshm_index_copy       load relaxed         one writer
  *   lookup.c
- *     kvshm_index_lookup     load acquire         even: the entries are read after it
- *     kvshm_index_lookup     fence acquire        ... and before it is read again; after four tries
- *                                                 the reader takes what it has, a hint
- *     kvshm_index_lookup     load relaxed         behind that fence
+ *     find                   load acquire         even: the entries are read after it
+ *     find                   fence acquire        ... and before it is read again; after the last
+ *                                                 try the reader takes what it has, a hint
+ *     find                   load relaxed         behind that fence
  *   py_module.c
  *     at_sync_point          sub seq_cst          tests only
  *     native_arm_sync_point  store seq_cst        tests only

@@ -18,7 +18,7 @@ enum kvshm_status {
     KVSHM_OK = 0,
     KVSHM_CORRUPT = -1,   /* a header contradicts itself or the segment's length */
     KVSHM_OUT_OF_RANGE = -2, /* a block id, rank, bit or row that does not exist */
-    KVSHM_FULL = -3,      /* the index is filled to 7/8 (within the core only) */
+    KVSHM_FULL = -3,      /* the index is filled to 3/4 (within the core only) */
     KVSHM_INVALID = -4,   /* misaligned memory, or arguments that contradict each other */
 };
 
@@ -191,7 +191,7 @@ typedef struct {
  * engine, zeros at first.  A record is applied only if its generation is newer than the tombstone's
  * (as a signed 32-bit distance), or if it retracts the generation that the tombstone has as
  * published; other records, and those of an unknown kind, are counted as ignored.  A newer publish
- * replaces the block's entry.  When the index is filled to 7/8, a publish is counted in `full` and
+ * replaces the block's entry.  When the index is filled to 3/4, a publish is counted in `full` and
  * leaves its tombstone unchanged, so that it can be applied again to a larger index.  The call adds
  * its counts to `*applied`.  Returns KVSHM_OK, or KVSHM_OUT_OF_RANGE before anything is applied if
  * a block id lies beyond the tombstones. */
@@ -215,11 +215,31 @@ int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
  * they do not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
-/* Find the longest prefix of `records`, by their hashes and groups, for which rows in `rows` (bit
- * mask) have entries.  records[i] gets block_id, generation and depth, owners[i] the row; the
- * prefix has as few owners as possible.  Takes no lock against the writer: a torn read is a miss,
- * or a wrong hint, which the lease refuses.  Returns the prefix's length; later records are not
- * valid. */
+/* A search for the longest prefix that rows in `rows` (bit mask) have, from as few rows as possible.
+ * It takes its records part by part, so that a caller need not fill in what is never looked at.
+ * `length` is that of the prefix so far; the other fields are the core's. */
+typedef struct {
+    size_t length, begin;
+    uint64_t rows, candidates, capacity;
+    uint8_t *base;
+    int tries;
+} kvshm_search;
+
+int kvshm_search_begin(kvshm_segment index, uint64_t rows, kvshm_search *search);
+
+/* Fetch into the caches what the search will read for these records. */
+void kvshm_search_fetch(const kvshm_search *search, const kvshm_record *records, size_t count);
+
+/* Go on, by hash and group, with the records behind `length` and before `stop`: each gets block_id,
+ * generation and kind KVSHM_PUBLISH (the depth is the caller's), its owner the row.  Returns whether all of them were found; if
+ * not, the search has ended.  Takes no lock against the writer: a torn read is a miss, or a wrong
+ * hint, which the lease refuses. */
+bool kvshm_search_on(kvshm_search *search, kvshm_record *records, size_t stop, uint8_t *owners);
+
+/* Choose the owners of the prefix.  Returns its length; later records are not valid. */
+size_t kvshm_search_end(kvshm_search *search, kvshm_record *records, uint8_t *owners);
+
+/* The whole search of `count` records.  Returns the prefix's length. */
 int64_t kvshm_index_lookup(kvshm_segment index, kvshm_record *records, size_t count,
                            uint64_t rows, uint8_t *owners);
 

@@ -1,7 +1,8 @@
 /* The replica index in memory, for its writer (replica.c) and its readers (lookup.c).
  *
- * The index uses open addressing with linear probing over 24-byte entries: an entry lies between
- * its home (the mixed tag, modulo the capacity) and the first free entry after its home. */
+ * The index uses open addressing with linear probing over 16-byte entries: an entry lies between
+ * its home and the first free entry after its home.  A home is the first of the four entries that
+ * share a cache line, so that most searches touch one line. */
 #ifndef KVSHM_CORE_INDEX_H
 #define KVSHM_CORE_INDEX_H
 
@@ -13,7 +14,7 @@ typedef struct {
 } index_view;
 
 typedef struct {
-    uint64_t tag, place, owner;
+    uint64_t tag, place;
 } entry;
 
 static inline int open_index(kvshm_segment segment, index_view *index)
@@ -38,13 +39,15 @@ static inline uint64_t tag_of(const kvshm_record *record)
     return tag ^ record->group * GROUP_FACTOR;
 }
 
+enum { LINE_ENTRIES = 64 / KVSHM_ENTRY_BYTES };
+
 /* Where the chain of a tag begins.  murmur3's finalizer mixes the tag, because hashes need not be
  * uniform. */
 static inline uint64_t home_of(const index_view *index, uint64_t tag)
 {
     tag = (tag ^ tag >> 33) * 0xff51afd7ed558ccdULL;
     tag = (tag ^ tag >> 33) * 0xc4ceb9fe1a85ec53ULL;
-    return (tag ^ tag >> 33) & (index->capacity - 1);
+    return (tag ^ tag >> 33) & (index->capacity - 1) & ~(uint64_t)(LINE_ENTRIES - 1);
 }
 
 static inline uint64_t after(const index_view *index, uint64_t position)
@@ -55,11 +58,27 @@ static inline uint64_t after(const index_view *index, uint64_t position)
 static inline entry entry_at(const index_view *index, uint64_t position)
 {
     const uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
-    return (entry){get(at), get(at + 8), get(at + 16)};
+    return (entry){get(at), get(at + 8)};
 }
 
-static inline bool is_free(entry e) { return e.owner == 0; }
-static inline uint32_t row_of(entry e) { return (uint32_t)e.owner - 1; }
-static inline uint32_t block_of(entry e) { return (uint32_t)e.place; }
+static inline uint64_t make_place(uint32_t row, const kvshm_record *record)
+{
+    return (uint64_t)record->generation << 32 | (row + 1) << KVSHM_ENTRY_ROW_SHIFT |
+           record->block_id;
+}
+
+static inline uint32_t row_of(entry e) { return ((uint32_t)e.place >> KVSHM_ENTRY_ROW_SHIFT) - 1; }
+static inline bool is_free(entry e) { return row_of(e) == UINT32_MAX; }
+static inline uint32_t generation_in(entry e) { return (uint32_t)(e.place >> 32); }
+
+static inline uint32_t block_of(entry e)
+{
+    return (uint32_t)e.place & ((1u << KVSHM_ENTRY_ROW_SHIFT) - 1);
+}
+
+static inline const uint8_t *home_address(const index_view *index, const kvshm_record *record)
+{
+    return index->entries + home_of(index, tag_of(record)) * KVSHM_ENTRY_BYTES;
+}
 
 #endif

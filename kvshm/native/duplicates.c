@@ -36,7 +36,7 @@ static bool find_copy(const index_view *index, const kvshm_segment *tables, kvsh
             continue;
         block->row = row_of(e);
         block->copy.block_id = block_of(e);
-        block->copy.generation = (uint32_t)(e.place >> 32);
+        block->copy.generation = generation_in(e);
         if (would_lease(tables, index, block))
             return true;
     }
@@ -58,8 +58,7 @@ int64_t kvshm_look_at_free(kvshm_segment segment, kvshm_segment replica, const k
                 __builtin_prefetch(slot_of(&table, blocks[i + FETCHED]));
             read_slot(slot_of(&table, blocks[i]), now, &found[i]);
             if (found[i].kind == KVSHM_DUPLICATE)
-                __builtin_prefetch(index.entries + home_of(&index, tag_of(&found[i].copy)) *
-                                                       KVSHM_ENTRY_BYTES);
+                __builtin_prefetch(home_address(&index, &found[i].copy));
         }
         for (size_t i = begin; i < end; i++)
             if (found[i].kind == KVSHM_DUPLICATE && !find_copy(&index, tables, &found[i]))

@@ -3,30 +3,18 @@
 
 #include "core_index.h"
 
-/* For how many hashes entries are fetched at once, before the first of these hashes is looked up:
- * at the beginning, and at most.  An engine's other work drives the entries and their page tables
- * out of the caches.  Fetched at once, they arrive at the same time.  Fetched between the
- * comparisons, fewer would, because no processor predicts the outcome of a comparison. */
-enum { FIRST_FETCHED = 32, MOST_FETCHED = 512 };
+/* Tries of a whole search, beyond the first of each record, to read it while nothing is written. */
+enum { TRIES = 3 };
 
-/* As many as were found so far, so that at most as many are fetched in vain. */
-static size_t how_many_to_fetch(size_t found, size_t left)
+static index_view view_of(const kvshm_search *search)
 {
-    size_t wanted = found < FIRST_FETCHED ? FIRST_FETCHED : found;
-    wanted = wanted < MOST_FETCHED ? wanted : MOST_FETCHED;
-    return wanted < left ? wanted : left;
-}
-
-static const uint8_t *home_address(const index_view *index, const kvshm_record *record)
-{
-    return index->entries + home_of(index, tag_of(record)) * KVSHM_ENTRY_BYTES;
+    return (index_view){search->base, search->base + KVSHM_INDEX_HEADER_BYTES, search->capacity};
 }
 
 static void fill(kvshm_record *record, entry e)
 {
     record->block_id = block_of(e);
-    record->generation = (uint32_t)(e.place >> 32);
-    record->depth = (uint32_t)(e.owner >> 32);
+    record->generation = generation_in(e);
     record->kind = (uint16_t)row_of(e); /* until the owner is chosen; a row is below NUM_ROWS */
 }
 
@@ -51,71 +39,84 @@ static uint64_t holders_of(const index_view *index, kvshm_record *record, uint64
     return found;
 }
 
-static void own(uint8_t *owners, size_t from, size_t to, uint64_t candidates)
+/* The same while nothing is written, as long as the search has tries left. */
+static uint64_t find(kvshm_search *search, kvshm_record *record, uint64_t rows, uint64_t enough)
 {
-    if (from < to)
-        memset(owners + from, __builtin_ctzll(candidates), to - from);
+    index_view index = view_of(search);
+    const uint8_t *sequence = index.base + KVSHM_SEQUENCE_OFFSET;
+    for (;;) {
+        uint64_t before = get_acquire(sequence); /* acquire: the entries are read after it */
+        uint64_t found = holders_of(&index, record, rows, enough);
+        atomic_thread_fence(memory_order_acquire); /* acquire: it is read again after the entries */
+        if ((!(before & 1) && get(sequence) == before) || search->tries == 0)
+            return found;
+        search->tries--;
+    }
 }
 
-/* Cut the longest known prefix into as few runs of one owner as possible: keep the rows that hold
- * all hashes of the current run, and begin a new run where no such row is left.  Returns the length
- * of the prefix. */
-static size_t assign_owners(const index_view *index, kvshm_record *records, size_t count,
-                            uint64_t rows, uint8_t *owners)
+int kvshm_search_begin(kvshm_segment segment, uint64_t rows, kvshm_search *search)
 {
-    uint64_t candidates = 0;
-    size_t begin = 0, fetched = 0, i = 0;
-    for (; i < count; i++) {
-        if (i == fetched) /* no function of its own: gcc 12 believes that a function which only
-                           * fetches has no effect, and leaves out its calls */
-            for (size_t end = i + how_many_to_fetch(i, count - i); fetched < end; fetched++) {
-                const uint8_t *home = home_address(index, &records[fetched]);
-                __builtin_prefetch(home);
-                __builtin_prefetch(home + 2 * KVSHM_ENTRY_BYTES - 8); /* the next entry's owner */
-            }
-        uint64_t holders = holders_of(index, &records[i], rows, candidates ? candidates : rows);
+    index_view index;
+    RETURN_UNLESS_OK(open_index(segment, &index));
+    *search = (kvshm_search){
+        .rows = rows, .capacity = index.capacity, .base = index.base, .tries = TRIES};
+    return KVSHM_OK;
+}
+
+void kvshm_search_fetch(const kvshm_search *search, const kvshm_record *records, size_t count)
+{
+    index_view index = view_of(search);
+    for (size_t i = 0; i < count; i++)
+        __builtin_prefetch(home_address(&index, &records[i]));
+}
+
+static void end_run(kvshm_search *search, uint8_t *owners)
+{
+    if (search->begin < search->length)
+        memset(owners + search->begin, __builtin_ctzll(search->candidates),
+               search->length - search->begin);
+    search->begin = search->length;
+}
+
+/* Cut the prefix into as few runs of one owner as possible: keep the rows that hold all hashes of
+ * the current run, and begin a new run where no such row is left. */
+bool kvshm_search_on(kvshm_search *search, kvshm_record *records, size_t stop, uint8_t *owners)
+{
+    for (; search->length < stop; search->length++) {
+        uint64_t candidates = search->candidates;
+        uint64_t holders = find(search, &records[search->length], search->rows,
+                                candidates ? candidates : search->rows);
         if (!holders)
-            break;
+            return false;
         if (!(candidates & holders)) {
-            own(owners, begin, i, candidates);
-            begin = i;
+            end_run(search, owners);
             candidates = holders;
         }
-        candidates &= holders;
+        search->candidates = candidates & holders;
     }
-    own(owners, begin, i, candidates);
-    return i;
+    return true;
 }
 
-/* Fill each record from the entry of its owner, if it was filled from another row's entry.  Returns
- * the number of records up to the first whose owner has no entry any more. */
-static size_t ask_owners(const index_view *index, kvshm_record *records, size_t count,
-                         const uint8_t *owners)
+/* Fill each record from the entry of its owner, if it was filled from another row's entry.  The
+ * prefix ends before the first whose owner has no entry any more. */
+size_t kvshm_search_end(kvshm_search *search, kvshm_record *records, uint8_t *owners)
 {
-    size_t i = 0;
-    for (; i < count; i++) {
+    end_run(search, owners);
+    for (size_t i = 0; i < search->length; i++) {
         uint64_t row = (uint64_t)1 << owners[i];
-        if (records[i].kind != owners[i] && !holders_of(index, &records[i], row, row))
-            break;
-        records[i].kind = KVSHM_PUBLISH;
+        if (records[i].kind != owners[i] && !find(search, &records[i], row, row))
+            search->length = i;
+        else
+            records[i].kind = KVSHM_PUBLISH;
     }
-    return i;
+    return search->length;
 }
 
 int64_t kvshm_index_lookup(kvshm_segment segment, kvshm_record *records, size_t count,
                            uint64_t rows, uint8_t *owners)
 {
-    index_view index;
-    RETURN_UNLESS_OK(open_index(segment, &index));
-    const uint8_t *sequence = index.base + KVSHM_SEQUENCE_OFFSET;
-    size_t length = 0;
-    for (int attempt = 0; attempt < 4; attempt++) {
-        uint64_t before = get_acquire(sequence); /* acquire: the entries are read after it */
-        length = assign_owners(&index, records, count, rows, owners);
-        length = ask_owners(&index, records, length, owners);
-        atomic_thread_fence(memory_order_acquire); /* acquire: it is read again after the entries */
-        if (!(before & 1) && get(sequence) == before)
-            break;
-    }
-    return (int64_t)length;
+    kvshm_search search;
+    RETURN_UNLESS_OK(kvshm_search_begin(segment, rows, &search));
+    kvshm_search_on(&search, records, count, owners);
+    return (int64_t)kvshm_search_end(&search, records, owners);
 }

@@ -5,8 +5,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* A lookup handles this many hashes in the time that another call needs for one record. */
-#define LOOKUPS_PER_RECORD 8
+/* Hashes that are looked up at a time. */
+enum { STEP = 32 };
 
 /* -- index ----------------------------------------------------------------------------------- */
 
@@ -174,6 +174,7 @@ static void fetch(const chain *of, Py_ssize_t block)
 }
 
 /* Copy hash, padded with zeros, and group of `count` blocks from `start` on; the list has them all.
+ * A block's depth is its place in the prompt: the index does not have it.
  * False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
 static bool copy_keys(const chain *of, Py_ssize_t start, size_t count, kvshm_record *records)
 {
@@ -186,6 +187,7 @@ static bool copy_keys(const chain *of, Py_ssize_t start, size_t count, kvshm_rec
         if (!copy_digest(hash_of(of, i), records->hash))
             return false;
         records->group = of->group;
+        records->depth = (uint32_t)i;
     }
     return true;
 }
@@ -211,19 +213,37 @@ static PyObject *list_of_runs(PyObject *packed, size_t count, const uint8_t *own
     return runs;
 }
 
-static PyObject *lookup_all(PyObject *module, const Py_buffer *index, const chain *of,
-                            Py_ssize_t start, size_t count, uint64_t rows)
+/* Look up behind the first block, which was found.  Hashes are read, and their entries fetched, one
+ * step ahead of the search, which costs little where the prefix ends soon. */
+static bool search_on(kvshm_search *search, const chain *of, Py_ssize_t start, size_t count,
+                      kvshm_record *records, uint8_t *owners)
+{
+    bool going = true;
+    for (size_t filled = 1; going && search->length < count;) {
+        size_t stop = search->length + STEP, ahead = stop + STEP;
+        stop = stop < count ? stop : count;
+        ahead = ahead < count ? ahead : count;
+        if (!copy_keys(of, start + (Py_ssize_t)filled, ahead - filled, records + filled))
+            return false;
+        kvshm_search_fetch(search, records + filled, ahead - filled);
+        filled = ahead;
+        going = kvshm_search_on(search, records, stop, owners);
+    }
+    return true;
+}
+
+static PyObject *lookup_all(kvshm_search *search, const kvshm_record *first, const chain *of,
+                            Py_ssize_t start, size_t count)
 {
     ARRAY(owners, uint8_t);
     kvshm_record *records;
     PyObject *packed = kvshm_new_records(count, &records), *runs = NULL;
-    if (packed && kvshm_make_room(&owners, count) && copy_keys(of, start, count, records)) {
-        int64_t length;
-        WITHOUT_GIL(count / LOOKUPS_PER_RECORD,
-                    length = kvshm_index_lookup(segment_of(index), records, count, rows,
-                                                owners.of));
-        runs = length < 0 ? kvshm_raise(module, index, length)
-                          : list_of_runs(packed, count, owners.of, (size_t)length);
+    if (packed && kvshm_make_room(&owners, count)) {
+        records[0] = *first;
+        if (search_on(search, of, start, count, records, owners.of)) {
+            size_t length = kvshm_search_end(search, records, owners.of);
+            runs = list_of_runs(packed, count, owners.of, length);
+        }
     }
     Py_XDECREF(packed);
     return runs;
@@ -265,41 +285,49 @@ static bool take_lookup(PyObject *const *args, Py_ssize_t given, Py_buffer *inde
     return true;
 }
 
-/* Look one block up; returns 1 if a row has it, 0, or -1 with an exception. */
-static int look_up(PyObject *module, const Py_buffer *index, const asked *a, Py_ssize_t block)
+/* Begin a search, and look one block up; returns 1 if a row has it, 0, or -1 with an exception. */
+static int look_up(PyObject *module, const Py_buffer *index, const asked *a, Py_ssize_t block,
+                   kvshm_search *search, kvshm_record *record)
 {
-    kvshm_record record;
     uint8_t owner;
-    if (!copy_keys(&a->of, block, 1, &record))
+    if (!copy_keys(&a->of, block, 1, record))
         return -1;
-    int64_t length = kvshm_index_lookup(segment_of(index), &record, 1, a->rows, &owner);
-    if (length < 0)
-        kvshm_raise(module, index, length);
-    return (int)length;
+    int status = kvshm_search_begin(segment_of(index), a->rows, search);
+    if (status == KVSHM_OK)
+        return kvshm_search_on(search, record, 1, &owner);
+    kvshm_raise(module, index, status);
+    return -1;
 }
 
+/* Keeps the GIL, whatever the number of hashes: a lookup is shorter than it may take the scheduler's
+ * thread to get the GIL back. */
 static PyObject *native_index_lookup(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     BUFFER(index);
     asked a;
+    kvshm_search search;
+    kvshm_record first;
     if (!take_lookup(args, given, &index, &a))
         return NULL;
     /* Most lookups find no engine for the first hash.  Then the other hashes are not read. */
-    int found = a.start < a.stop ? look_up(module, &index, &a, a.start) : 0;
+    int found = a.start < a.stop ? look_up(module, &index, &a, a.start, &search, &first) : 0;
     if (found < 0)
         return NULL;
     size_t count = (size_t)(a.stop - a.start);
-    return found ? lookup_all(module, &index, &a.of, a.start, count, a.rows) : PyList_New(0);
+    return found ? lookup_all(&search, &first, &a.of, a.start, count) : PyList_New(0);
 }
 
 static PyObject *native_index_last(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     BUFFER(index);
     asked a;
+    kvshm_search search;
+    kvshm_record record;
     int found = 0;
     if (!take_lookup(args, given, &index, &a))
         return NULL;
-    while (a.stop > a.start && !(found = look_up(module, &index, &a, a.stop - 1)))
+    while (a.stop > a.start &&
+           !(found = look_up(module, &index, &a, a.stop - 1, &search, &record)))
         a.stop--;
     return found < 0 ? NULL : PyLong_FromSsize_t(a.stop);
 }

@@ -1,8 +1,8 @@
 /* Replica index: its one writer.  core_index.h has the layout, lookup.c the readers.  Contracts:
  * core.h.
  *
- * A removal leaves no mark; it moves later entries back, so that chains stay short.  At most 7/8 of
- * the entries are in use, so that each chain ends. */
+ * A removal leaves no mark; it moves later entries back, so that chains stay short.  At most 3/4 of
+ * the entries are in use, so that each chain ends soon. */
 
 #include "core_index.h"
 
@@ -11,7 +11,6 @@ static void set_entry(const index_view *index, uint64_t position, entry value)
     uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
     put(at, value.tag);
     put(at + 8, value.place);
-    put(at + 16, value.owner);
 }
 
 static uint64_t begin_write(const index_view *index)
@@ -44,7 +43,7 @@ static void count_entry(const index_view *index, uint32_t row, uint64_t change)
 
 static int insert(const index_view *index, entry value)
 {
-    if (get(index->base + KVSHM_COUNT_OFFSET) >= index->capacity / 8 * 7)
+    if (get(index->base + KVSHM_COUNT_OFFSET) >= index->capacity / 4 * 3)
         return KVSHM_FULL;
     uint64_t position = home_of(index, value.tag);
     for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position))
@@ -67,7 +66,7 @@ static int remove_at(const index_view *index, uint64_t hole, uint32_t row)
         position = after(index, position);
         entry e = entry_at(index, position);
         if (is_free(e)) {
-            set_entry(index, hole, (entry){0, 0, 0});
+            set_entry(index, hole, (entry){0, 0});
             return KVSHM_OK;
         }
         uint64_t from_home = (position - home_of(index, e.tag)) & mask;
@@ -131,9 +130,7 @@ static int apply_record(const index_view *index, tombstone *known, uint32_t row,
     }
     tombstone heard = {tag_of(record), record->kind, record->generation};
     if (record->kind == KVSHM_PUBLISH) {
-        int status = insert(index, (entry){heard.tag,
-                                           (uint64_t)record->generation << 32 | record->block_id,
-                                           (uint64_t)record->depth << 32 | (row + 1)});
+        int status = insert(index, (entry){heard.tag, make_place(row, record)});
         if (status == KVSHM_FULL) { /* then nothing was removed: the tombstone is still right */
             applied->full++;
             return KVSHM_OK;
@@ -155,8 +152,9 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
         return KVSHM_INVALID;
     if (row >= KVSHM_NUM_ROWS)
         return KVSHM_OUT_OF_RANGE;
+    uint64_t num_blocks = tombstone_bytes / KVSHM_TOMBSTONE_BYTES;
     for (size_t i = 0; i < count; i++)
-        if (records[i].block_id >= tombstone_bytes / KVSHM_TOMBSTONE_BYTES)
+        if (records[i].block_id >= num_blocks || records[i].block_id >= KVSHM_MAX_BLOCKS)
             return KVSHM_OUT_OF_RANGE;
     int status = KVSHM_OK;
     uint64_t sequence = begin_write(&index);

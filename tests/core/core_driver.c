@@ -289,7 +289,7 @@ static void *read_index(void *argument)
         int64_t length = kvshm_index_lookup(shared->index, records, 4, 3, owners);
         REQUIRE(length >= 0 && length <= 4);
         for (int64_t i = 0; i < length; i++)
-            REQUIRE(owners[i] < 2 && records[i].block_id < 16 && records[i].depth < 24);
+            REQUIRE(owners[i] < 2 && records[i].block_id < 16);
     }
     return NULL;
 }

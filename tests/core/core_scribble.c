@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <time.h>
 
-enum { SECONDS = 3, HEARD_OF = 16, ROW_FAR_AWAY = 1 << 20 /* its counter lies 64 MiB off */ };
+enum { SECONDS = 3, HEARD_OF = 16, ROW_FAR_AWAY = 254 /* its counter lies 16 KiB off */ };
 
 typedef struct {
     kvshm_segment index;
@@ -36,10 +36,11 @@ static void *scribble(void *argument)
     while (!shared->finished)
         for (uint64_t entry = 0; entry < CAPACITY; entry++) {
             uint64_t at = KVSHM_INDEX_HEADER_BYTES + entry * KVSHM_ENTRY_BYTES;
-            _Atomic uint64_t *owner = word(shared->index, at + 16);
-            uint64_t held = atomic_load_explicit(owner, memory_order_relaxed);
-            if (held)
-                change(owner, (held & ~0xffffffffULL) | (ROW_FAR_AWAY + 1));
+            _Atomic uint64_t *place = word(shared->index, at + 8);
+            uint64_t held = atomic_load_explicit(place, memory_order_relaxed);
+            uint64_t row = (uint64_t)0xff << KVSHM_ENTRY_ROW_SHIFT;
+            if (held & row)
+                change(place, held | row);
             if (below(&seed, 64))
                 continue;
             at = below(&seed, 2) ? at : below(&seed, KVSHM_INDEX_HEADER_BYTES / 8) * 8;

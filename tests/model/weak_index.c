@@ -49,12 +49,12 @@ enum {
 
 typedef struct {
     uint64_t tag;
-    uint32_t row, block, generation, depth;
+    uint32_t row, block, generation;
 } publication;
 
 /* Tags of one home (main asserts it); all else differs, so that no mixture is a publication. */
-static const publication before = {30, 0, 1, 5, 9}, anew = {30, 1, 2, 6, 10},
-                         beside = {79, 1, 3, 7, 11};
+static const publication before = {30, 0, 1, 5}, anew = {30, 1, 2, 6},
+                         beside = {79, 1, 3, 7};
 
 static uint64_t memory[WORDS];
 static kvshm_segment segment = {(uint8_t *)memory, sizeof memory};
@@ -67,7 +67,6 @@ static void apply(const publication *p, uint32_t kind)
     *(uint64_t *)record.hash = p->tag;
     record.block_id = p->block;
     record.generation = p->generation;
-    record.depth = p->depth;
     record.kind = kind;
     int64_t status = kvshm_index_apply(segment, (uint8_t *)tombstones[p->row],
                                        sizeof tombstones[p->row], p->row, &record, 1, &applied);
@@ -101,7 +100,7 @@ static void *reader(void *unused)
         sought = &anew;
 #endif
     assert(length == 1 && owner == sought->row && record.block_id == sought->block);
-    assert(record.generation == sought->generation && record.depth == sought->depth);
+    assert(record.generation == sought->generation);
     return unused;
 }
 

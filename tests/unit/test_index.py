@@ -88,7 +88,7 @@ def test_rows_and_entries_byte_for_byte(replica: Replica) -> None:
     assert stored == bytes.fromhex(row) + b"engine-7" + bytes(24)
     entries = bytes(replica.buffer[INDEX_HEADER_BYTES:])
     at = entries.index(HASHES[4][:8])
-    entry = bytes.fromhex("03 00 00 00  09 00 00 00  01 00 00 00  04 00 00 00")
+    entry = bytes.fromhex("03 00 00 01  09 00 00 00")  # row + 1 in the block's highest byte
     assert entries[at : at + ENTRY_BYTES] == HASHES[4][:8] + entry
     assert at % ENTRY_BYTES == 0
 

@@ -17,6 +17,7 @@ from kvshm._shm import segment as segments
 from kvshm._shm.layout import (
     CAPACITY_OFFSET,
     ENTRY_BYTES,
+    ENTRY_ROW_SHIFT,
     INDEX_HEADER_BYTES,
     INDEX_MAGIC,
     RowState,
@@ -73,11 +74,11 @@ def test_entries_that_name_no_block_of_a_row_do_not_outlive_growth(namespace: st
     replica.apply(row, packed(range(8)))
     buffer = replica._segment.buffer
     used = [at for at in range(INDEX_HEADER_BYTES, len(buffer), ENTRY_BYTES)
-            if _native.load(buffer, at + 16)]  # fmt: skip
-    blocks = [_native.load(buffer, at + 8) & 0xFFFFFFFF for at in used]
-    _native.store(buffer, used[0] + 16, 65)  # of a row that cannot be
-    _native.store(buffer, used[1] + 16, 2)  # of a row that is free
-    _native.store(buffer, used[2] + 8, 0xFFFFFFFF)  # of a block that cannot be
+            if _native.load(buffer, at + 8)]  # fmt: skip
+    blocks = [_native.load(buffer, at + 8) & 0xFFFFFF for at in used]
+    _native.store(buffer, used[0] + 8, 65 << ENTRY_ROW_SHIFT)  # of a row that cannot be
+    _native.store(buffer, used[1] + 8, 2 << ENTRY_ROW_SHIFT)  # of a row that is free
+    _native.store(buffer, used[2] + 8, 1 << ENTRY_ROW_SHIFT | 0xFFFFFF)  # no block of this row
     replica.apply(row, packed(range(100, 500)))
     kept = {int(e.block_id) for e in replica.entries()}
     assert kept == {*blocks[3:], *range(100, 500)}
@@ -119,9 +120,9 @@ def test_without_room_to_grow_entries_are_refused_never_raised(
 ) -> None:
     full_shared_memory(monkeypatch)
     applied = replica.apply(row, packed(range(100)))
-    assert applied == ApplyResult(added=56, refused=44), "64 entries are filled to 7/8"
-    assert replica.refused == 44
-    assert replica.lookup(HASHES, 0, 100) == [(row, packed(range(56)))]
+    assert applied == ApplyResult(added=48, refused=52), "64 entries are filled to 3/4"
+    assert replica.refused == 52
+    assert replica.lookup(HASHES, 0, 100) == [(row, packed(range(48)))]
 
 
 def test_a_refused_block_is_welcome_again_once_there_is_room(
@@ -140,7 +141,7 @@ def test_refusals_do_not_ask_for_memory_every_time(
     tried = full_shared_memory(monkeypatch)
     for block in range(1000):
         replica.apply(row, packed([block]))
-    assert replica.refused == 1000 - 56
+    assert replica.refused == 1000 - 48
     assert 1 < len(tried) < 20
 
 
@@ -150,7 +151,7 @@ def test_it_grows_after_all_when_memory_is_there_again(
     with monkeypatch.context() as patch:
         full_shared_memory(patch)
         replica.apply(row, packed(range(100)))
-    assert replica.apply(row, packed(range(200))) == ApplyResult(added=144, ignored=56)
+    assert replica.apply(row, packed(range(200))) == ApplyResult(added=152, ignored=48)
     replica.apply(row, packed(range(1000)))
     assert replica.count == 1000
 
@@ -202,9 +203,9 @@ def test_a_reader_cannot_write(replica: Replica) -> None:
 
 def test_the_entries_are_listed(replica: Replica, row: int) -> None:
     replica.apply(row, packed([3, 5], 9))
-    listed = sorted((e.row, e.block_id, e.generation, e.depth, e.tag) for e in replica.entries())
+    listed = sorted((e.row, e.block_id, e.generation, e.tag) for e in replica.entries())
     tags = [struct.unpack("<Q", HASHES[n][:8])[0] for n in (3, 5)]
-    assert listed == [(row, 3, 9, 3, tags[0]), (row, 5, 9, 5, tags[1])]
+    assert listed == [(row, 3, 9, tags[0]), (row, 5, 9, tags[1])]
 
 
 def test_repr_tells_how_full_it_is(replica: Replica, row: int) -> None:

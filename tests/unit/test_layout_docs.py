@@ -38,6 +38,7 @@ DIGESTS = {
     7: 0xE81EBF8D,
     8: 0x6A7CE748,
     9: 0xCB0B786D,
+    10: 0x7A7ED105,
 }
 """The digest of all numbers of each layout version."""
 

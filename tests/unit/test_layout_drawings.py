@@ -147,10 +147,12 @@ def test_a_record_is_drawn_as_it_is() -> None:
 
 def test_an_entry_is_drawn_as_it_is() -> None:
     """``test_index.py`` compares what is stored, byte for byte."""
-    assert ENTRY_STRUCT.format == "<QIIII"
-    halves = r"tag u64 \| place u64 = (\w+)(?::32)? << 32 \| (\w+)(?::32)?\s+"
-    halves += r"\| owner u64 = (\w+)(?::32)? << 32 \| (row \+ 1)"
-    assert re.findall(halves, PAGE) == [("generation", "block_id", "depth", "row + 1")]
+    assert ENTRY_STRUCT.format == "<QII"
+    parts = r"tag u64 \| place u64 = (\w+) << 32 \| (row \+ 1) << (\d+) \| (\w+)"
+    shift = str(layout.ENTRY_ROW_SHIFT)
+    assert re.findall(parts, PAGE) == [("generation", "row + 1", shift, "block_id")]
+    assert layout.MAX_BLOCKS == 1 << layout.ENTRY_ROW_SHIFT
+    assert (layout.NUM_ROWS + 1) << layout.ENTRY_ROW_SHIFT <= 1 << 32
 
 
 def test_the_word_of_a_slot_is_drawn_as_it_is() -> None:

@@ -15,6 +15,7 @@ from kvshm._shm.layout import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
     ENTRY_BYTES,
+    ENTRY_ROW_SHIFT,
     HEADER_BYTES_OFFSET,
     INDEX_HEADER_BYTES,
     LAYOUT_VERSION,
@@ -80,7 +81,7 @@ class Index:
 def test_what_is_published_is_found_with_all_it_says() -> None:
     index = Index()
     assert index.apply(63, event(1, 5, 9)) == (1, 0, 0, 0)
-    assert index.lookup([digest(1)]) == [(63, event(1, 5, 9))]
+    assert index.lookup([digest(1)]) == [(63, event(1, 5, 9)._replace(depth=0))]
     assert index.lookup([digest(2)]) == []
     assert (index.count(), index.row_count(63), index.row_count(0)) == (1, 1, 0)
     assert _native.load(index.memory, SEQUENCE_OFFSET) == 2
@@ -176,7 +177,7 @@ def test_an_unknown_kind_is_ignored() -> None:
 
 def test_a_full_index_refuses_and_can_be_heard_again() -> None:
     index = Index(capacity=8)
-    assert index.apply(0, *(event(n, n, 0) for n in range(9))) == (7, 0, 0, 2)
+    assert index.apply(0, *(event(n, n, 0) for n in range(9))) == (6, 0, 0, 3)
     assert index.apply(0, event(20, 3, 1)) == (1, 1, 0, 0), "a replacement needs no room"
     assert index.apply(0, event(1, 1, 0, RecordKind.RETRACT)) == (0, 1, 0, 0)
     assert index.apply(0, event(7, 7, 0), event(8, 8, 0)) == (1, 0, 0, 1)
@@ -197,7 +198,10 @@ def test_a_record_is_its_owners_own_whoever_stands_before_it(first: int) -> None
     index.apply(first, event(1, 1, 4))
     index.apply(1 - first, event(1, 9, 5), event(2, 10, 6))
     found = index.lookup([digest(1), digest(2)])
-    assert found == [(1 - first, event(1, 9, 5)), (1 - first, event(2, 10, 6))]
+    assert found == [
+        (1 - first, event(1, 9, 5)._replace(depth=0)),
+        (1 - first, event(2, 10, 6)._replace(depth=1)),
+    ]
 
 
 def test_bad_rows_and_blocks_are_refused_before_anything_changes() -> None:
@@ -237,7 +241,7 @@ def test_a_corrupt_capacity_is_an_exception(capacity: int) -> None:
 def test_an_index_without_a_free_entry_ends_every_probe() -> None:
     index = Index(8)
     for offset in range(INDEX_HEADER_BYTES, len(index.memory), ENTRY_BYTES):
-        struct.pack_into("<QII", index.memory, offset + 8, 0, 1, 0)
+        struct.pack_into("<Q", index.memory, offset + 8, 1 << ENTRY_ROW_SHIFT)
     assert index.lookup([digest(1)]) == []
     with pytest.raises(CorruptSegment):
         index.apply(0, event(1, 1, 0))
