@@ -17,7 +17,7 @@ from performance_view import PERCENTILES, Lines, View, number, spreads
 def lookup(lines: Lines) -> View:
     """All of each size's distributions; the rows are those that the benchmark names."""
     of = {
-        f"{name}; {line['engines']} x {line['blocks']:,}": one
+        f"{line['keys']:,}: {name.replace('_', ' ')}": one
         for line in lines
         for name, one in line.items()
         if isinstance(one, Mapping) and "p50" in one

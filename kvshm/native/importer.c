@@ -2,6 +2,14 @@
 
 #include "core_words.h"
 
+/* Fetch the slot that the loop over records will come to; `for_write`: to change its word. */
+#define FETCH_AHEAD(table, records, i, count, for_write)                                        \
+    do {                                                                                        \
+        if ((count) - (i) > SLOTS_AHEAD &&                                                      \
+            (records)[(i) + SLOTS_AHEAD].block_id < (table)->num_blocks)                        \
+            __builtin_prefetch(slot_of(table, (records)[(i) + SLOTS_AHEAD].block_id), for_write); \
+    } while (0)
+
 /* Whether the slot has the record's hash and group. */
 static bool same_key(const uint8_t *slot, const kvshm_record *record)
 {
@@ -72,6 +80,7 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
     for (; length < count; length++) {
         if (records[length].block_id >= table.num_blocks)
             break;
+        FETCH_AHEAD(&table, records, length, count, 1);
         int new_bit = lease_slot(slot_of(&table, records[length].block_id), &records[length], mask);
         if (new_bit < 0)
             break;
@@ -103,10 +112,12 @@ int64_t kvshm_release(kvshm_segment segment, int bit, const kvshm_record *record
     if (bit < 0 || bit >= KVSHM_NUM_LEASE_BITS)
         return KVSHM_OUT_OF_RANGE;
     int64_t released = 0;
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
+        FETCH_AHEAD(&table, records, i, count, 1);
         if (!taken || taken[i])
             released += clear_leases(slot_of(&table, records[i].block_id), (uint64_t)1 << bit,
                                      &records[i].generation);
+    }
     return released;
 }
 
@@ -124,6 +135,7 @@ int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
                  !has_died(&table, 1 + rank);
     int64_t passed = 0;
     for (size_t i = 0; i < count; i++) {
+        FETCH_AHEAD(&table, records, i, count, 0);
         uint64_t word = get(slot_of(&table, records[i].block_id));
         good[i] = valid && state_of(word) != KVSHM_EMPTY &&
                   generation_of(word) == records[i].generation;
