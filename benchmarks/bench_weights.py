@@ -1,11 +1,13 @@
-"""What it costs to look at samples of the weights, and to watch calls of the ranks.
+"""What it costs to digest the weights, to look at samples of them, and to watch calls of the ranks.
 
     python benchmarks/bench_weights.py
 
 No vLLM: models are tensors of the sizes of a tiny and of a small model.  ``share`` is the time of
 the witness's thread at the default of KVSHM_WEIGHTS_CHECK_SECONDS, ``step`` another thread that
 computes as a serving rank does (a product of matrices, and Python in between), with and without
-the witness, in turns.
+the witness, in turns.  ``start`` is how fast one core digests a rank's weights, as each rank does
+before it shares, beside reading the same memory and nothing else, and what that makes of models of
+so many GB.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ MODELS = {"tiny": (38, 256), "small": (704, 1024)}
 LOOKS = 300
 STEPS = 3000
 CALLS = 200_000
+START_MATRICES, START_WIDTH, START_ROUNDS = 64, 4096, 8
+"""2 GB: more than any cache holds."""
+PROJECTED_GB = 1, 8, 70
 
 
 def model_of(matrices: int, width: int) -> torch.nn.Module:
@@ -62,6 +67,29 @@ def looks(model: torch.nn.Module) -> dict[str, Any]:
         "share_percent": round(100 * share, 4),
         "samples": round(timed(lambda: Samples(model_places(model), random)), 2),
         "digest": round(timed(lambda: digest_tensors(model_tensors(model))), 1),
+    }
+
+
+def start() -> dict[str, Any]:
+    """GB/s of one core, in turns; and seconds that a model of one rank takes."""
+    model = model_of(START_MATRICES, START_WIDTH)
+    tensors = [tensor for _, tensor in model_tensors(model)]
+    gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e9
+
+    def read() -> None:
+        for tensor in tensors:
+            tensor.view(torch.int64).sum()
+
+    ways = {"digest": lambda: digest_tensors(model_tensors(model)), "read": read}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(START_ROUNDS):
+        for way, call in ways.items():
+            rates[way].append(gigabytes / timed(call) * 1e3)
+    rate = percentiles(rates["digest"])["p50"]
+    return {
+        **{f"{way}_gb_per_s": percentiles(found) for way, found in rates.items()},
+        "digest_over_read": round(rate / percentiles(rates["read"])["p50"], 2),
+        "projected_s": {str(size): round(size / rate, 2) for size in PROJECTED_GB},
     }
 
 
@@ -111,6 +139,7 @@ def main() -> None:
         model = model_of(*size)
         report("weights", unit="ms", model=name, **looks(model), step=steps(model))
     report("calls", **calls())
+    report("start", **start())
 
 
 if __name__ == "__main__":

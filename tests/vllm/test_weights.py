@@ -20,6 +20,18 @@ from kvshm.hooks.vllm.identity import weights as weights_module
 from kvshm.hooks.vllm.identity.weights import weight_places, weights_digest
 from kvshm.hooks.weights import WeightsUnknown
 
+CHUNK_WORDS = 3 << 13
+
+
+@pytest.fixture(autouse=True, params=["hashed", "mixed"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds where weights are hashed in this process's memory, and where a device mixes
+    them: here that device is a CPU, too."""
+    if request.param == "mixed":
+        monkeypatch.setattr(weights, "_HASHED_IN_PLACE", "")
+        monkeypatch.setattr(weights, "_CHUNK_WORDS", CHUNK_WORDS)
+
+
 MODEL = """
 import torch
 torch.manual_seed(7)
@@ -56,7 +68,7 @@ CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
     "the last, odd bytes": lambda m: m.first.weight.view(torch.int16)[16, 32].bitwise_xor_(1),
     "neighbouring words swapped": lambda m: swap(m.big.data, 0, 1),
     "two highest bits, which cancel in a sum": lambda m: m.big.data.view(-1)[1:5:2].neg_(),
-    "words of two chunks swapped": lambda m: swap(m.big.data, 5, (3 << 13) + 5),
+    "words of two chunks swapped": lambda m: swap(m.big.data, 5, CHUNK_WORDS + 5),
     "a buffer": lambda m: m.scale.add_(0.25),
     "a fraction": lambda m: setattr(m.first, "epsilon", 1e-5),
     "a class": lambda m: setattr(m.first, "__class__", torch.nn.Bilinear),
@@ -83,6 +95,7 @@ def test_every_change_shows(subtests: pytest.Subtests) -> None:
             assert edit(CHANGES[change]) != weights_digest(small_model())
 
 
+@pytest.mark.parametrize("reader", ["hashed"], indirect=True)  # the other one takes no patch
 def test_another_process_computes_the_same() -> None:
     code = (
         f"{MODEL}\nfrom kvshm.hooks.vllm.identity.weights import weights_digest\n"
