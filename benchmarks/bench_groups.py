@@ -19,7 +19,7 @@ from itertools import takewhile
 from operator import not_
 from pathlib import Path
 
-from bench_lookup import CALLS, PROMPT, digest, opened
+from bench_lookup import digest, opened
 from measurement import percentiles, report
 
 from kvshm._base.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
@@ -50,6 +50,9 @@ MODELS = {
     ],
     "full and three with states (Qwen 3 Next)": [Group(0, SIZE), *STATES],
 }
+PROMPT = 512
+"""Hashes of one lookup."""
+CALLS = 2000
 CHAIN = [digest(f"prompt {n}") for n in range(PROMPT)]
 OWN: dict[bytes, object] = {}
 

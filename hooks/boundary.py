@@ -59,15 +59,13 @@ def guarded(fallback: Callable[..., Any], timed_as: str = "") -> Callable[[F], F
                 if self.strict:
                     raise
                 report(self, hook.__name__, exc)
+                return _fall_back(fallback, hook.__name__, self, *args, **kwargs)
+            if timed_as:  # here, not in a function: several times in each step
                 try:
-                    return fallback(self, *args, **kwargs)
-                except MemoryInUse:
-                    raise
-                except Exception:  # perhaps the same error again
-                    _log_once(HookLine.FALLBACK_FAILED, hook.__name__)
-                    return None
-            if timed_as:
-                _show_time(self, timed_as, start)
+                    self.hook_took(timed_as, start)
+                except Exception:  # any: the hook has done its work, and must not count as failed
+                    if self.strict:
+                        raise
             return result
 
         return cast(F, call)
@@ -75,12 +73,14 @@ def guarded(fallback: Callable[..., Any], timed_as: str = "") -> Callable[[F], F
     return decorate
 
 
-def _show_time(owner: Any, hook: str, start: int) -> None:
+def _fall_back(fallback: Callable[..., Any], hook: str, *args: Any, **kwargs: Any) -> Any:
     try:
-        owner.hook_took(hook, start)
-    except Exception:  # any: the hook has done its work, which must not count as failed
-        if owner.strict:
-            raise
+        return fallback(*args, **kwargs)
+    except MemoryInUse:
+        raise
+    except Exception:  # perhaps the same error again
+        _log_once(HookLine.FALLBACK_FAILED, hook)
+        return None
 
 
 def decline(reason: str, engine: str, config: Config, model: str = "") -> None:

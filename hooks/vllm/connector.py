@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -67,6 +67,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares this engine's prefix cache with the other engines of the node."""
 
     _cache_hit_source = CacheHitSource.P2P
+    hook_took: Callable[[str, int], None]
+    """Show tools the time of a hook, by name, that began then (CLOCK_MONOTONIC).  The side's own
+    method: one frame less, several times in each step."""
     _quiet = False
     """Worker: whether the step under way asks and reports nothing, as most steps do."""
 
@@ -87,6 +90,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self.hook_took = _nothing
         admission = admit(config.untested)
         refusal = (
             admission.refusal
@@ -104,8 +108,10 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             require_room(run_dir, config.namespace)
             if role is KVConnectorRole.SCHEDULER:
                 self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
+                self.hook_took = self._scheduler.hook_took
             else:
                 self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
+                self.hook_took = self._worker.hook_took
         except ConfigError:
             raise  # stops the start
         except Exception as exc:  # any: the engine serves without kvshm
@@ -124,11 +130,6 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
-
-    def hook_took(self, hook: str, begun_ns: int) -> None:
-        """Show tools the time of a hook that began then (CLOCK_MONOTONIC); quick."""
-        if (side := self._scheduler or self._worker) is not None:
-            side.hook_took(hook, begun_ns)
 
     # -- worker
 

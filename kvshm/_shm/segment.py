@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvshm import _native
 from kvshm._base.ids import Epoch
@@ -76,13 +76,17 @@ def _closing_on_error(fd: int, failed: str) -> Iterator[None]:
 
 
 class Segment:
-    """One mapped segment.  ``buffer`` is the whole mapping; ``close`` unmaps it."""
+    """One mapped segment; ``close`` unmaps it."""
+
+    buffer: memoryview
+    """The whole mapping.  An attribute, since each step reads it a dozen times; SegmentError once
+    the segment is closed."""
 
     def __init__(self, name: str, fd: int, mapping: mmap.mmap) -> None:
         self.name = name
         self._fd = fd
         self._mapping: mmap.mmap | None = mapping
-        self._buffer: memoryview | None = memoryview(mapping)
+        self.buffer = memoryview(mapping)
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
@@ -128,21 +132,21 @@ class Segment:
             os.close(fd)
         return self
 
-    @property
-    def buffer(self) -> memoryview:
-        if self._buffer is None:
+    def __getattr__(self, name: str) -> NoReturn:
+        """For what is not there: the buffer, once the segment is closed."""
+        if name == "buffer":
             raise SegmentError(f"{self.name} is closed")
-        return self._buffer
+        raise AttributeError(f"Segment has no attribute {name!r}", name=name, obj=self)
 
     @property
     def closed(self) -> bool:
-        return self._buffer is None
+        return "buffer" not in self.__dict__
 
     def close(self) -> None:
         """Unmap, once no other thread holds a view.  Idempotent."""
         self.close_descriptor()
-        buffer, mapping = self._buffer, self._mapping
-        self._buffer = self._mapping = None
+        buffer, mapping = self.__dict__.pop("buffer", None), self._mapping
+        self._mapping = None
         if buffer is None or mapping is None:
             return
         with suppress(BufferError):
@@ -153,7 +157,7 @@ class Segment:
         self.close_descriptor()
 
     def __repr__(self) -> str:
-        size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"
+        size = "closed" if self.closed else f"{self.buffer.nbytes} bytes"
         return f"<Segment {self.name} [{size}]>"
 
 

@@ -168,23 +168,26 @@ static PyObject *native_observe(PyObject *module, PyObject *const *args, Py_ssiz
     return status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
 }
 
-static PyObject *native_hook_took(PyObject *module, PyObject *args)
+/* segment, histogram, begun, loop, pending: below 0 it is 0. */
+static PyObject *native_hook_took(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
-    BUFFER(given);
-    unsigned long long histogram, begun, loop;
-    long long pending;
-    if (!PyArg_ParseTuple(args, "w*KKKL:hook_took", &given, &histogram, &begun, &loop, &pending))
+    BUFFER(taken);
+    uint64_t words[MOST_WORDS];
+    if (given != 5)
+        return PyErr_Format(PyExc_TypeError, "hook_took takes 5 arguments, not %zd", given);
+    if (!take_words("hook_took", args, given, 4, &taken, PyBUF_WRITABLE, words))
         return NULL;
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     uint64_t now = (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
-    kvshm_segment segment = segment_of(&given);
+    uint64_t histogram = words[0], begun = words[1], loop = words[2];
+    kvshm_segment segment = segment_of(&taken);
     int64_t status = kvshm_observe(segment, histogram, now > begun ? now - begun : 0);
     if (status >= 0)
-        status = kvshm_store(segment, loop, pending > 0 ? (uint64_t)pending : 0);
+        status = kvshm_store(segment, loop, (int64_t)words[3] > 0 ? words[3] : 0);
     if (status >= 0)
         status = kvshm_store(segment, loop + 8, now);
-    return status < 0 ? kvshm_raise(module, &given, status) : Py_NewRef(Py_None);
+    return status < 0 ? kvshm_raise(module, &taken, status) : Py_NewRef(Py_None);
 }
 
 static PyObject *native_compare_exchange(PyObject *module, PyObject *args)
@@ -333,7 +336,7 @@ static PyMethodDef word_methods[] = {
     {"store", native_store, METH_VARARGS, NULL},
     {"add", (PyCFunction)(void (*)(void))native_add, METH_FASTCALL, NULL},
     {"observe", (PyCFunction)(void (*)(void))native_observe, METH_FASTCALL, NULL},
-    {"hook_took", native_hook_took, METH_VARARGS, NULL},
+    {"hook_took", (PyCFunction)(void (*)(void))native_hook_took, METH_FASTCALL, NULL},
     {"compare_exchange", native_compare_exchange, METH_VARARGS, NULL},
     {"mark_ready", native_mark_ready, METH_VARARGS, NULL},
     {"address", native_address, METH_VARARGS, NULL},
