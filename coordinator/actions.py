@@ -89,6 +89,8 @@ class SendBroadcast(NamedTuple):
 
     topic: bytes
     message: AnyBroadcast
+    awaited: bool = False
+    """Whether an engine waits for this message: it waits for others a shorter time."""
 
 
 class CheckTable(NamedTuple):

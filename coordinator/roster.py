@@ -65,7 +65,9 @@ class State:
     num_reports: int = 0
     """Messages dropped or refused, including those that are not remembered."""
 
-    def broadcast(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Action:
+    def broadcast(
+        self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any
+    ) -> SendBroadcast:
         """Return the next numbered broadcast of a topic."""
         sequence = self.topics.get(topic, 0) + 1
         self.topics[topic] = sequence

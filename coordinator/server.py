@@ -180,8 +180,8 @@ class Server:
         match action:
             case SendReply(route, message):
                 self._send(route, encode(message))
-            case SendBroadcast(topic, message):
-                self._broadcasts.add(topic, message, self._clock())
+            case SendBroadcast(topic, message, awaited):
+                self._broadcasts.add(topic, message, self._clock(), awaited)
             case CheckTable(sender, join):
                 if (answer := self._tables.check(sender, join)) is not None:
                     self._inputs.append(answer)

@@ -133,7 +133,8 @@ def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list
     engine.sequence = events.sequence
     relayed = {"epoch": events.epoch, "engine_sequence": events.sequence}
     topic = engine.info.fingerprint
-    return [state.broadcast(topic, EngineEvents, records=events.records, **relayed)]
+    sent = state.broadcast(topic, EngineEvents, records=events.records, **relayed)
+    return [sent._replace(awaited=events.awaited)]
 
 
 # -- ends

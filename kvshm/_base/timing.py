@@ -59,11 +59,14 @@ class Timing:
 
     # -- events
 
-    send_delay_seconds: float = 0.025
-    """How long events wait in the engine: longer than ``relay_delay_seconds``, so that others'
-    events wake the client's thread first, and the own ones leave with that wake-up."""
-    relay_delay_seconds: float = 0.02
+    send_delay_seconds: float = 0.06
+    """How long events wait in the engine, unless its client's thread has rested for as long before:
+    longer than ``relay_delay_seconds``, so that others' events wake that thread first, and the own
+    ones leave with that wake-up."""
+    relay_delay_seconds: float = 0.05
     """How long events wait in the coordinator after the last broadcast of their topic."""
+    awaited_delay_seconds: float = 0.02
+    """The same for events of which an engine has given a receipt."""
     rescan_pause_seconds: float = 0.5
     """Average pause between two scans of one engine's table."""
 

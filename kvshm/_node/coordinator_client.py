@@ -8,6 +8,7 @@ and sees none of its errors.  Messages of the coordinator reach the engine throu
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import threading
@@ -42,6 +43,23 @@ _OWN_RANDOM = random.Random()
 _log = logger(__name__)
 
 
+class _Awaited(bytes):
+    """A batch of events for which another engine waits; empty: the batches before it are."""
+
+
+class _NotQueued:
+    """Batches that were not queued: counted by the sending thread, reported by the client's."""
+
+    def __init__(self) -> None:
+        self.count = self._reported = 0
+
+    def since_report(self) -> int:
+        """How many since the last call."""
+        since = self.count - self._reported
+        self._reported += since
+        return since
+
+
 class CoordinatorClient:
     """Keeps this engine in the roster, from construction until ``close``.  Any thread may call.
     Only ``leave`` and ``close`` block, with a bound; only the constructor raises.  In a forked
@@ -59,6 +77,7 @@ class CoordinatorClient:
     ) -> None:
         """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""
         self._timing = timing
+        self._clock = clock
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
         timers = _open_timers()
@@ -68,15 +87,16 @@ class CoordinatorClient:
         self._close_timers = weakref.finalize(self, close_all, timers)
         self._close_timers.atexit = False
         self._send_soon = False
-        """Whether the next events are not to wait for later ones."""
+        """Whether another engine waits for the next events."""
+        self._woke_at = -math.inf
+        """When the client's thread last read the outbox, by ``clock``."""
         self._will_wake = False
         """Whether the client's thread will wake up and read the outbox."""
         self._closing = threading.Event()
         self._usable = True
-        self._overflows = self._overflows_reported = 0
-        """Batches dropped here: counted by the sending thread, reported by the client's thread."""
-        self._unheard = self._unheard_reported = 0
-        """Batches that were not queued because no peer is known, likewise."""
+        self._overflows = _NotQueued()
+        self._unheard = _NotQueued()
+        """Because no peer is known."""
         self._session: CoordinatorSession | None = CoordinatorSession(
             run_dir, namespace, handler, clock, jitter, timing
         )
@@ -95,20 +115,30 @@ class CoordinatorClient:
         and if there are no peers yet, these scan the slot table instead."""
         session = self._session
         if session is not None and not session.has_listeners:
-            self._unheard += 1
+            self._unheard.count += 1
             return
         if len(self._outbox) >= MAX_QUEUED:
-            self._overflows += 1
+            self._overflows.count += 1
             return
-        soon, self._send_soon = self._send_soon, False
-        self._put(records, at_once=soon)
+        if self._send_soon:
+            self._send_soon = False
+            self._put(_Awaited(records), at_once=True)
+        else:
+            self._put(records, at_once=self._has_rested())
 
     def send_soon(self) -> None:
-        """Send the events that are queued, and the next batch, without waiting for more of them:
-        another engine waits for these.  The thread that calls ``send_events``."""
+        """Send the events that are queued, and the next batch, without waiting for more of them,
+        and have the coordinator wait less: another engine waits for these.  The thread that calls
+        ``send_events``."""
         self._send_soon = True
         if self._outbox:
-            self._wake(at_once=True)
+            self._put(_Awaited(), at_once=True)
+
+    def _has_rested(self) -> bool:
+        """Whether the client's thread is not about to wake up, and has not been woken for as long
+        as events wait: then it is woken at once, which is no more often than if they waited."""
+        delay = self._timing.send_delay_seconds
+        return not self._will_wake and self._clock() - self._woke_at >= delay
 
     def rejoin(self) -> None:
         """The engine's cache has begun a new epoch: leave with the old epoch and join with the
@@ -190,10 +220,10 @@ class CoordinatorClient:
             if timer in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(timer, 8)
+        self._woke_at = self._clock()
         self._will_wake = False  # before the queue is read
         # First, so that the messages sent below show the gap.
-        if unheard := self._unheard - self._unheard_reported:
-            self._unheard_reported += unheard
+        if unheard := self._unheard.since_report():
             session.skip_events(unheard, EVENTS_UNHEARD)
         waiting = len(self._outbox)
         while waiting:
@@ -201,13 +231,13 @@ class CoordinatorClient:
             waiting -= len(batches) or 1
             if batches:
                 records = b"".join(batches)
+                awaited = any(type(batch) is _Awaited for batch in batches)
                 for start in range(0, len(records), MAX_JOINED_BYTES):
-                    session.send_events(records[start : start + MAX_JOINED_BYTES])
+                    session.send_events(records[start : start + MAX_JOINED_BYTES], awaited)
             else:
                 self._outbox.popleft()
                 session.rejoin()
-        if lost := self._overflows - self._overflows_reported:
-            self._overflows_reported += lost
+        if lost := self._overflows.since_report():
             session.skip_events(lost, EVENTS_DROPPED)
 
 

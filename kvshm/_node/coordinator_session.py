@@ -141,10 +141,12 @@ class CoordinatorSession:
 
     # -- what the engine sends
 
-    def send_events(self, records: bytes) -> None:
-        """Send one message of events, or drop it: then the peers scan this engine's slot table."""
+    def send_events(self, records: bytes, awaited: bool = False) -> None:
+        """Send one message of events, or drop it: then the peers scan this engine's slot table.
+        ``awaited``: another engine waits for them."""
         self._place.sequence += 1
-        events = Events(epoch=self._place.epoch, sequence=self._place.sequence, records=records)
+        numbers = {"epoch": self._place.epoch, "sequence": self._place.sequence}
+        events = Events(**numbers, records=records, awaited=awaited)
         sent = self.is_member and self._send(events)
         self.guard.call(self._handler.count, EVENTS_SENT if sent else EVENTS_DROPPED)
         self._events_lost = self._events_lost or not sent

@@ -119,6 +119,8 @@ class Events(Message, frozen=True, tag="events"):
     sequence: int
     """Counts this engine's messages of events from 1 within its epoch, including dropped ones."""
     records: bytes
+    awaited: bool = False
+    """Whether another engine waits for them: they wait for others a shorter time."""
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):

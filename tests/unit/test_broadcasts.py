@@ -55,6 +55,27 @@ def test_after_a_pause_events_leave_at_once_and_then_what_comes_within_a_moment_
     assert sent.since() == [(TOPIC, [2, 3, 4, 5])]
 
 
+def test_events_for_which_an_engine_waits_leave_sooner_with_what_waits() -> None:
+    sent = Sent()
+    later, sooner = TIMING.relay_delay_seconds, TIMING.awaited_delay_seconds
+    assert sooner < later
+    for number in (1, 2):
+        sent.broadcasts.add(TOPIC, events(number), 100.0)
+        sent.broadcasts.send_due(100.0)
+    sent.broadcasts.add(OTHER, events(1), 100.0 - later)
+    assert sent.since() == [(TOPIC, [1])]
+    sent.broadcasts.add(TOPIC, events(3), 100.0, awaited=True)
+    sent.broadcasts.add(TOPIC, events(4), 100.0)
+    assert sent.broadcasts.next_due() < 100.0, "of the topic of which nothing was sent"
+    sent.broadcasts.send_due(100.0)
+    assert sent.since() == [(OTHER, [1])]
+    assert sent.broadcasts.next_due() == 100.0 + sooner
+    sent.broadcasts.send_due(100.0 + sooner)
+    assert sent.since() == [(TOPIC, [2, 3, 4])]
+    sent.broadcasts.add(TOPIC, events(5), 100.0 + sooner)
+    assert sent.broadcasts.next_due() == 100.0 + sooner + later, "for these none waits"
+
+
 def test_what_is_no_events_waits_for_nothing_and_overtakes_nothing() -> None:
     sent = Sent()
     sent.broadcasts.add(TOPIC, gone(1), 100.0)

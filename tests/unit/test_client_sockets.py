@@ -74,10 +74,12 @@ class Listened:
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
+        self.awaited: list[bool] = []
         self.rejoins = 0
 
-    def send_events(self, records: bytes) -> None:
+    def send_events(self, records: bytes, awaited: bool) -> None:
         self.sent.append(records)
+        self.awaited.append(awaited)
 
     def rejoin(self) -> None:
         self.rejoins += 1
@@ -89,9 +91,10 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     woken: list[int] = []
     monkeypatch.setattr("kvshm._native.wake", lambda fd, microseconds: woken.append(microseconds))
     monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
-    client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
+    client = CoordinatorClient(tmp_path, "ns", Silent(), clock=Clock())  # type: ignore[arg-type]  # asked nothing
     session = Listened()
     client._session = session  # type: ignore[assignment]  # what of it is used
+    client._hand_over(session)  # type: ignore[arg-type]  # the same: for another reason, just now
     for record in (b"a", b"b", b"c"):
         client.send_events(record)
     assert woken == [LATER]
@@ -117,14 +120,51 @@ def test_events_for_which_another_engine_waits_do_not_wait_for_later_ones(
     client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
     session = Listened()
     client._session = session  # type: ignore[assignment]  # what of it is used
+    client._hand_over(session)  # type: ignore[arg-type]  # the same: for another reason, just now
     client.send_soon()  # nothing is there yet
     client.send_events(b"a")
     client.send_events(b"b")  # the thread is about to wake up, and takes this along
     assert woken == [0]
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
-    assert session.sent == [b"ab"]
+    assert (session.sent, session.awaited) == ([b"ab"], [True])
     client.send_events(b"c")
     client.send_soon()  # now something waits
+    assert woken == [0, LATER, 0]
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    client.send_events(b"d")  # for this the other engine waits, too
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    client.send_events(b"e")
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    assert session.sent == [b"ab", b"c", b"d", b"e"]
+    assert session.awaited == [True, True, True, False]
+    client.close()
+
+
+def test_events_go_at_once_where_the_thread_has_rested_and_so_it_wakes_no_more_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr("kvshm._native.wake", lambda fd, microseconds: woken.append(microseconds))
+    monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
+    clock = Clock()
+    client = CoordinatorClient(tmp_path, "ns", Silent(), clock=clock)  # type: ignore[arg-type]  # asked nothing
+    session = Listened()
+    client._session = session  # type: ignore[assignment]  # what of it is used
+    client.send_events(b"a")
+    client.send_events(b"b")  # before the thread has run
+    assert woken == [0]
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    assert (session.sent, session.awaited) == ([b"ab"], [False])
+    clock.now += 0.9 * TIMING.send_delay_seconds
+    client._hand_over(session)  # type: ignore[arg-type]  # others' events came
+    clock.now += 0.9 * TIMING.send_delay_seconds
+    client.send_events(b"c")
+    clock.now += 0.2 * TIMING.send_delay_seconds
+    client.send_events(b"d")  # it is about to wake up
+    assert woken == [0, LATER]
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    clock.now += 1.1 * TIMING.send_delay_seconds
+    client.send_events(b"e")
     assert woken == [0, LATER, 0]
     client.close()
 
@@ -183,7 +223,7 @@ def test_who_leaves_wakes_the_thread_which_hands_over_what_is_queued_and_then_cl
     client._session = session  # type: ignore[assignment]  # what of it is used
     client.send_events(b"last")
     client.leave()
-    assert woken == [LATER, 0]
+    assert woken == [0, 0]
     run(client, session)  # type: ignore[arg-type]  # the same
     assert session.sent == [b"last", b"closed"]
 

@@ -112,7 +112,7 @@ def test_topics_are_numbered_apart_and_incompatible_engines_named_most_alike_fir
         ("e6", {"weights": ("1", "2"), "extra": ("y", "")}),
         ("e5", {"model": ("m", "x"), "weights": ("1", "9"), "extra": ("y", "")}),
     ]
-    reported = {topic: message.engine for topic, message in only(actions, SendBroadcast)[1:]}
+    reported = {sent.topic: sent.message.engine for sent in only(actions, SendBroadcast)[1:]}
     assert reported == {
         b"5" * 32: IncompatibleEngine(
             "e8", 8, {"model": ("x", "m"), "weights": ("9", "1"), "extra": ("", "y")}
@@ -135,7 +135,7 @@ def test_ticks_count_the_incompatible_engines_that_are_there() -> None:
 
     def counted(now: float) -> dict[bytes, int]:
         sent = only(decide(state, ClockTick(), now), SendBroadcast)
-        return {topic: tick.num_incompatible for topic, tick in sent if isinstance(tick, Tick)}
+        return {s.topic: s.message.num_incompatible for s in sent if isinstance(s.message, Tick)}
 
     assert counted(0.0) == {b"5" * 32: 1, b"f" * 32: 1}
     decide(state, ProcessDeath(5, owner=True), 0.0)
@@ -296,6 +296,10 @@ def test_events_are_relayed_with_both_sequences() -> None:
             ),
         )
     ]
+    for sequence, awaited in ((5, True), (6, False)):
+        said = Events(epoch=5, sequence=sequence, records=RECORD, awaited=awaited)
+        (sent,) = only(say(state, engine(5), said), SendBroadcast)
+        assert sent.awaited is awaited
 
 
 def test_events_that_are_repeated_cut_or_anothers_are_dropped() -> None:

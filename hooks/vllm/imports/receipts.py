@@ -11,7 +11,7 @@ from kvshm.halves import SchedulerHalf
 from ..request_options import options_of
 from .request_import import RequestImport
 
-PATIENCE_SECONDS = 10 * (TIMING.send_delay_seconds + TIMING.relay_delay_seconds)
+PATIENCE_SECONDS = 20 * TIMING.awaited_delay_seconds
 """Longest wait of one request.  An event takes a tenth of it at most, unless the machine is busy;
 one that was lost is noticed with the next tick only, and a prompt is computed sooner than that."""
 PAUSE_SECONDS = TIMING.silence_seconds
