@@ -240,6 +240,11 @@ def wake(timer: int, microseconds: int, /) -> None:
     """Make ``timer`` readable after ``microseconds``, instead of an earlier time.  Keeps the GIL,
     so that the thread which waits for it runs when the caller waits.  Raises OSError."""
 
+def unmap_pages(mapping: Buffer, /) -> None:
+    """Take the pages of a whole shared mapping out of this process's page tables: the next access
+    to each finds it as it was.  Without the GIL, which unmapping them later would hold.  Raises
+    OSError."""
+
 # -- tests
 
 def arm_sync_point(point: int, signal: int, nth: int, /) -> None:

@@ -125,6 +125,16 @@ class Segment:
         except OSError as exc:
             raise SegmentError(f"{self.name} cannot be handed on: {exc.strerror}") from exc
 
+    def detach(self) -> int:
+        """Prepare for the end of a segment that others may still read: return its descriptor, which
+        the caller closes after the last reference to this object is gone.  Freeing a large mapping
+        holds the GIL for milliseconds, and if no descriptor is left, for many: so its pages are
+        unmapped here, and its memory is freed by that ``os.close``, both without the GIL."""
+        fd, self._fd = self._fd, -1
+        with suppress(OSError):  # then freeing it takes longer
+            _native.unmap_pages(self.buffer)
+        return fd
+
     def close_descriptor(self) -> Segment:
         """Close the descriptor of a mapped segment that will not be handed out.  Returns self."""
         fd, self._fd = self._fd, -1

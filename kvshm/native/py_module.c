@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
@@ -232,6 +233,17 @@ static void at_sync_point(int point)
         raise(armed_signal);
 }
 
+static PyObject *native_unmap_pages(PyObject *module, PyObject *args)
+{
+    (void)module;
+    BUFFER(mapping);
+    if (!PyArg_ParseTuple(args, "y*:unmap_pages", &mapping))
+        return NULL;
+    int failed;
+    WITHOUT_GIL(SIZE_MAX, failed = madvise(mapping.buf, (size_t)mapping.len, MADV_DONTNEED));
+    return failed ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
+}
+
 static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -342,6 +354,7 @@ static PyMethodDef word_methods[] = {
     {"address", native_address, METH_VARARGS, NULL},
     {"timer", native_timer, METH_NOARGS, NULL},
     {"wake", native_wake, METH_VARARGS, NULL},
+    {"unmap_pages", native_unmap_pages, METH_VARARGS, NULL},
     {"pulse", kvshm_pulse, METH_VARARGS, NULL},
     {"arm_sync_point", native_arm_sync_point, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

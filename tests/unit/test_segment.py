@@ -320,3 +320,36 @@ def test_a_header_that_misstates_the_size_is_corrupt(segment: Segment, stated: i
     struct.pack_into("<Q", segment.buffer, SEGMENT_BYTES_OFFSET, stated)
     with pytest.raises(CorruptSegment, match="states"):
         segments.check_header(segment, TABLE_MAGIC)
+
+
+def test_what_is_detached_is_read_on_and_freed_by_the_last_close(segment: Segment) -> None:
+    """The index that a larger one replaces: lookups under way still read it."""
+    segment.buffer[:8] = segment.buffer[-8:] = b"contents"
+    reader, buffer = mapped(segment, writable=False), segment.buffer
+    fd = segment.detach()
+    assert (buffer[:8], buffer[-8:]) == (b"contents", b"contents")
+    assert buffer[:8] == reader.buffer[:8]
+    buffer[:8] = b"modified"
+    assert reader.buffer[:8] == b"modified", "the same memory as before"
+    reader.close()
+    with pytest.raises(SegmentError, match="closed"):
+        segment.descriptor(False)
+    assert os.fstat(fd).st_size == NBYTES, "nobody else has closed it"
+    os.close(fd)
+    assert buffer[-8:] == b"contents"
+
+
+def test_the_pages_of_what_is_detached_are_unmapped_before_its_mapping_is(segment: Segment) -> None:
+    segment.buffer[:] = bytes(NBYTES)
+    assert resident(segment.name) == NBYTES >> 10
+    os.close(segment.detach())
+    assert resident(segment.name) == 0
+
+
+def resident(name: str) -> int:
+    """KiB of a segment that this process has in its page tables."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if name in line:
+            return next(int(each.split()[1]) for each in lines if each.startswith("Rss:"))
+    raise AssertionError(f"{name} is not mapped")
