@@ -155,6 +155,30 @@ def importer_killed(trials: int) -> Times:
     return {f"{LEASES} leases are free": times}
 
 
+def engine_joins(trials: int) -> Times:
+    """Until the replica of a new engine has the million blocks that two others hold together."""
+    begun, started = [], []
+    with place() as at:
+        engines = [at.engine(ENTRIES // 2) for _ in range(2)]
+        for engine in engines:
+            engine.tell("publish", ENTRIES // 2)
+        for engine in engines:
+            engine.answer()
+        _await_all(engines, ENTRIES // 2)
+        for _ in range(trials):
+            begin = time.monotonic()
+            joins = at.engine()
+            whole = _await_all([joins], ENTRIES)
+            begun.append(whole - joins.began)
+            started.append(whole - begin)
+            at.handles.remove(joins)
+            joins.end()
+    return {
+        "it begins to join, its replica is whole": begun,
+        "its process starts, its replica is whole": started,
+    }
+
+
 def coordinator_killed(trials: int) -> Times:
     """Until every replica is whole again, after blocks were published while there was none."""
     serving, since_start, since_serving = [], [], []
@@ -330,6 +354,7 @@ ROWS: dict[str, tuple[Callable[..., Times], tuple[float, ...], int]] = {
     "exporter-killed-1-gib": (exporter_killed, (1,), 200),
     "exporter-killed-4-gib": (exporter_killed, (4,), 60),
     "importer-killed": (importer_killed, (), 200),
+    "engine-joins": (engine_joins, (), 50),
     "coordinator-killed": (coordinator_killed, (), 200),
     "coordinator-exhausted": (coordinator_exhausted, (), 100),
     "exporter-stopped": (exporter_stopped, (), 200),

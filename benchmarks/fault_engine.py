@@ -52,6 +52,7 @@ class Engine:
     """A member of the node: it publishes, looks up and leases."""
 
     def __init__(self, run_dir: str, namespace: str, blocks: int) -> None:
+        self.began = time.monotonic()
         config = Config.from_env({"KVSHM_RUN_DIR": run_dir, "KVSHM_NAMESPACE": namespace})
         spec = EngineSpec(f"bench-{os.getpid()}", "bench", blocks, 16, asynchronous=True)
         self.cache = SchedulerHalf(config, spec, Path(run_dir))
@@ -120,7 +121,8 @@ class Engine:
         return count
 
     def facts(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "epoch": self.table.epoch, "bit": self.bit}
+        facts = {"pid": os.getpid(), "epoch": self.table.epoch, "bit": self.bit}
+        return {**facts, "began": self.began}
 
 
 class Handle:
@@ -133,6 +135,8 @@ class Handle:
         self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, bufsize=1)
         facts = self.answer()
         self.pid, self.epoch, self.bit = facts["pid"], Epoch(facts["epoch"]), facts["bit"]
+        self.began: float = facts["began"]
+        """When it began to join, after its imports."""
 
     def tell(self, what: str, *arguments: int) -> None:
         assert self.process.stdin is not None
