@@ -259,6 +259,25 @@ static int check_region(const kvshm_region *region, const uint32_t *blocks, size
     return KVSHM_OK;
 }
 
+static uint8_t *at(const kvshm_region *region, uint32_t block)
+{
+    return region->base + block * region->stride;
+}
+
+enum { CACHE_LINE = 64, READ_AHEAD = 1024, WRITE_AHEAD = 512 };
+
+/* While a block of one region is copied, the beginning of the next is fetched: the processor sees
+ * only after some lines that it is read and written in order, which is much of the time of a block
+ * of 4 KiB.  Always inline: gcc leaves out calls of a function that only fetches. */
+static inline __attribute__((always_inline)) void fetch_ahead(const uint8_t *from,
+                                                              const uint8_t *to, uint64_t bytes)
+{
+    for (uint64_t line = 0; line < READ_AHEAD && line < bytes; line += CACHE_LINE)
+        __builtin_prefetch(from + line);
+    for (uint64_t line = 0; line < WRITE_AHEAD && line < bytes; line += CACHE_LINE)
+        __builtin_prefetch(to + line, 1);
+}
+
 int64_t kvshm_copy_blocks(const kvshm_region *from, const kvshm_region *to, size_t regions,
                           const uint32_t *source, const uint32_t *target, size_t count,
                           const int32_t *stop)
@@ -274,9 +293,13 @@ int64_t kvshm_copy_blocks(const kvshm_region *from, const kvshm_region *to, size
         /* relaxed: a request to end early orders nothing */
         if (stop && atomic_load_explicit((const _Atomic int32_t *)stop, memory_order_relaxed))
             break;
-        for (size_t r = 0; r < regions; r++)
-            memmove(to[r].base + target[done] * to[r].stride,
-                    from[r].base + source[done] * from[r].stride, to[r].block_bytes);
+        for (size_t r = 0; r < regions; r++) {
+            size_t next = r + 1 < regions ? done : done + 1, of = r + 1 < regions ? r + 1 : 0;
+            if (next < count)
+                fetch_ahead(at(&from[of], source[next]), at(&to[of], target[next]),
+                            to[of].block_bytes);
+            memmove(at(&to[r], target[done]), at(&from[r], source[done]), to[r].block_bytes);
+        }
     }
     return (int64_t)done;
 }
