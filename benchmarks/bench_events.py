@@ -56,12 +56,15 @@ from kvshm._shm.statistics import RESYNCS
 from kvshm.config import Config
 
 ENGINES = 16
+PER_PROCESS = 8
+"""Engines that a coordinator accepts of one process."""
 RATE = 10_000
 """Records a second of each engine."""
 BLOCKS = 4096
 OVERLOAD_SECONDS = 10.0
 TRIAL_SECONDS = 2.0
 FIRST_RATE = 20_000
+MOST_RATE = 20_000_000
 WHOLE_CORE = 0.97
 WRAP = 1 << 32
 """A record's depth holds microseconds modulo this."""
@@ -179,16 +182,15 @@ def coordinator(
     topic = os.urandom(32).hex()
     processes.append(serving := start_coordinator(core=1))
     hz, records = 100, RATE // 100
-    load = "--engines", ENGINES, "--hz", hz, "--records", records, "--core", 0
-    processes.append(senders := start("--deaf", topic, *load))
+    senders = Crowd(topic, "--hz", hz, "--records", records)
+    processes += senders.processes
     processes.append(sinks := start_self("--sink", topic, "--subscribers", ENGINES))
-    answer(senders)
+    senders.await_ready()
     answer(sinks)
     shares, sent = [], 0
     for _ in range(max(2, round(options.seconds))):
         before = ran_seconds(serving.pid)
-        tell(senders, 1.0)
-        said = json.loads(answer(senders))
+        said = senders.send(1.0)
         shares.append((ran_seconds(serving.pid) - before) / said["seconds"])
         sent += said["sent"]
     time.sleep(0.5)  # what was sent last is on its way
@@ -200,6 +202,32 @@ def coordinator(
         "records_per_second": round(sent / len(shares)),
         "received_share": round(received / ENGINES / RECORD_BYTES / sent, 3),
     }  # fmt: skip
+
+
+class Crowd:
+    """ENGINES senders that hear nothing, in as few processes as a coordinator lets them be."""
+
+    def __init__(self, topic: str, *options: object) -> None:
+        part = "--engines", PER_PROCESS, "--core", 0
+        parts = range(ENGINES // PER_PROCESS)
+        self.processes = [start("--deaf", topic, *part, *options) for _ in parts]
+
+    def await_ready(self) -> None:
+        for process in self.processes:
+            answer(process)
+
+    def send(self, seconds: float) -> dict[str, Any]:
+        """Have all send for so long; returns how long that took, and sums of records."""
+        for process in self.processes:
+            tell(process, seconds)
+        said = [json.loads(answer(process)) for process in self.processes]
+        sums = {what: sum(each[what] for each in said) for what in ("sent", "dropped")}
+        return {"seconds": max(each["seconds"] for each in said), **sums}
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 def ran_seconds(pid: int) -> float:
@@ -219,23 +247,20 @@ class Overload:
         processes.append(serving := start_coordinator(core=1))
         self._serving = serving.pid
         self.cache = engine("replica", core=0, peers=0)
-        self._senders: subprocess.Popen[str] | None = None
+        self._senders: Crowd | None = None
 
     def send(self, rate: float, seconds: float) -> dict[str, Any]:
         """Have new engines send so many records a second in all; returns what became of it."""
         if self._senders is not None:
             self._senders.kill()
-            self._senders.wait()
-            self._processes.remove(self._senders)
         while num_peers(self.cache):
             time.sleep(NAP_SECONDS)
         assert self.cache.table is not None
         records = max(2, round(rate / ENGINES / 100))
-        load = "--engines", ENGINES, "--hz", 100, "--records", records, "--blocks", BLOCKS
-        topic = self.cache.table.fingerprint.hex()
-        self._senders = start("--deaf", topic, "--real", "--core", 0, *load)
-        self._processes.append(self._senders)
-        answer(self._senders)
+        load = "--real", "--hz", 100, "--records", records, "--blocks", BLOCKS
+        self._senders = Crowd(self.cache.table.fingerprint.hex(), *load)
+        self._processes += self._senders.processes
+        self._senders.await_ready()
         while num_peers(self.cache) < ENGINES:
             time.sleep(NAP_SECONDS)
         return self._sent(seconds)
@@ -254,8 +279,7 @@ class Overload:
 
         peers.apply_events = counting  # type: ignore[method-assign]  # the same, counted
         ran = ran_seconds(self._serving)
-        tell(self._senders, seconds)
-        said: dict[str, Any] = json.loads(answer(self._senders))
+        said: dict[str, Any] = self._senders.send(seconds)
         ended = time.monotonic()
         said["cores"] = (ran_seconds(self._serving) - ran) / said["seconds"]
         said["equal_after_ms"] = round(1000 * (self._await_equal() - ended))
@@ -289,8 +313,8 @@ def is_equal(replica: Replica, peer: Peer) -> bool:
 
 def overload(options: argparse.Namespace, processes: list[subprocess.Popen[Any]]) -> dict[str, Any]:
     world = Overload(processes)
-    trials, rate, held, best = [], FIRST_RATE, True, 0
-    while held:
+    trials, rate, held, best = [], FIRST_RATE, True, FIRST_RATE
+    while held and rate < MOST_RATE:
         rate *= 2
         said = world.send(rate, TRIAL_SECONDS)
         trials.append({"offered": rate, **said})
@@ -303,7 +327,7 @@ def overload(options: argparse.Namespace, processes: list[subprocess.Popen[Any]]
 
 def keeps_pace(rate: float, said: dict[str, Any]) -> bool:
     """Whether the senders could offer what they were told to."""
-    return (said["sent"] + said["dropped"]) / said["seconds"] > 0.9 * rate
+    return bool((said["sent"] + said["dropped"]) / said["seconds"] > 0.9 * rate)
 
 
 # -- all rows

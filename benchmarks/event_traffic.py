@@ -117,11 +117,13 @@ def _with_marks(made: list[bytes]) -> Iterator[bytes]:
 
 
 def churn(table: OwnSlotTable, name: str, records: int) -> Iterator[bytes]:
-    """Batches as a real table makes them: blocks in turn are retracted, and published with other
-    contents; two records for each block."""
+    """Batches as a real table makes them, all blocks of which are published first: blocks in turn
+    are retracted, and published with other contents; two records for each block."""
     dice, size = random.Random(name), max(1, records // 2)
     some = [range(at, at + size) for at in range(0, table.num_blocks - size + 1, size)]
     contents = [_published(dice, part, 0) for part in some * 2]
+    for content in contents[len(some) :]:
+        table.publish(content, bytes(8 * size))
     return _churn(table, [[BlockId(block) for block in part] for part in some], contents, size)
 
 
@@ -307,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sender", help="the name of an engine")
     parser.add_argument("--deaf", help="the fingerprint of engines that hear nothing")
-    parser.add_argument("--engines", type=int, default=ENGINES, help="of those")
+    parser.add_argument("--engines", type=int, default=ENGINES, help="of those; 8 at most")
     parser.add_argument("--real", action="store_true", help="their slot tables say the same")
     parser.add_argument("--core", type=int, default=1)
     parser.add_argument("--hz", type=float, default=100)
