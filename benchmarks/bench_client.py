@@ -153,7 +153,7 @@ class Busy:
         number = self._next_mark + self._looks % LOOKED_FOR
         for run in self._peers.lookup([mark(number)], 0, 1):
             (record,) = unpack_records(run.records)
-            self.known_ms.append(now * 1000 % 2**32 - record.depth)
+            self.known_ms.append(now * 1000 % 2**32 - record.generation)
             self._next_mark = number + 1
 
 
@@ -225,8 +225,8 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of each engine that sends")
     options = parser.parse_args()
-    if options.rounds < 2 or not 1 <= options.records <= options.blocks or not options.hz > 0:
-        parser.error("wanted at least 2 rounds, some hz, and 1 to --blocks records")
+    if options.rounds < 2 or not 1 <= options.records < options.blocks or not options.hz > 0:
+        parser.error("wanted at least 2 rounds, some hz, and fewer records than --blocks")
     with ExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
         os.environ.update(KVSHM_RUN_DIR=run_dir, KVSHM_NAMESPACE=f"bench-{os.getpid()}")

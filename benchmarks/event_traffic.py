@@ -38,7 +38,7 @@ from kvshm._node.protocol import (
 )
 from kvshm._node.segment_server import serve_epoch
 from kvshm._replica.index import Replica
-from kvshm._shm.layout import RECORD_BYTES, RecordKind, pack_records, unpack_records
+from kvshm._shm.layout import RECORD_BYTES, RecordKind, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.config import Config
 from kvshm.interfaces import MemoryDescriptor
@@ -84,8 +84,9 @@ def mark(number: int) -> BlockHash:
 
 
 def batches(name: str, records: int, blocks: int = BLOCKS) -> Iterator[bytes]:
-    """Batches of one engine without end: its blocks in turn, each time with other contents, the
-    first record of every MARK_EVERY batches a mark that says when it was sent.
+    """Batches of one engine without end: its blocks but the last in turn, each time with other
+    contents.  The first record of every MARK_EVERY batches is a mark in the last block: its
+    generation says when it was sent, in milliseconds.
 
     Made beforehand, for four generations so far apart that each is newer than the one before,
     the first than the last included.
@@ -94,9 +95,9 @@ def batches(name: str, records: int, blocks: int = BLOCKS) -> Iterator[bytes]:
     made = [
         _published(dice, range(first, first + records), turn << 30)
         for turn in range(4)
-        for first in range(0, blocks - records + 1, records)
+        for first in range(0, blocks - records, records)
     ]
-    return _with_marks(made)
+    return _with_marks(made, blocks - 1)
 
 
 def _published(dice: random.Random, blocks: range, generation: int) -> bytes:
@@ -105,14 +106,13 @@ def _published(dice: random.Random, blocks: range, generation: int) -> bytes:
     )
 
 
-def _with_marks(made: list[bytes]) -> Iterator[bytes]:
+def _with_marks(made: list[bytes], block: int) -> Iterator[bytes]:
     for number, batch in enumerate(itertools.cycle(made)):
         if number % MARK_EVERY:
             yield batch
             continue
-        (first,) = unpack_records(batch[:RECORD_BYTES])
         sent_at = int(time.monotonic() * 1000) % 2**32
-        head = first._replace(block_hash=mark(number // MARK_EVERY), depth=sent_at)
+        head = (mark(number // MARK_EVERY), block, sent_at, 0, RecordKind.PUBLISH, 0)
         yield pack_records([head]) + batch[RECORD_BYTES:]
 
 
