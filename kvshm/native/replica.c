@@ -142,6 +142,20 @@ static int apply_record(const index_view *index, tombstone *known, uint32_t row,
     return KVSHM_OK;
 }
 
+/* While one record is applied, the memory of later ones is fetched: first their tombstones, and then
+ * where the entries lie that these and the records name: a third of the time in a large index.
+ * Always inline: gcc leaves out calls of a function that only fetches. */
+enum { RECORDS_AHEAD = 8 };
+
+static inline __attribute__((always_inline)) void
+fetch_entries(const index_view *index, const tombstone *heard, const kvshm_record *record)
+{
+    uint64_t homes[] = {home_of(index, tag_of(record)),
+                        home_of(index, heard[record->block_id].tag)};
+    for (int i = 0; i < 2; i++)
+        __builtin_prefetch(index->entries + homes[i] * KVSHM_ENTRY_BYTES, 1);
+}
+
 int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t tombstone_bytes,
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied)
@@ -158,8 +172,13 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
             return KVSHM_OUT_OF_RANGE;
     int status = KVSHM_OK;
     uint64_t sequence = begin_write(&index);
+    tombstone *heard = (tombstone *)(void *)tombstones;
     for (size_t i = 0; i < count && status == KVSHM_OK; i++) {
-        tombstone *known = (tombstone *)(void *)tombstones + records[i].block_id;
+        if (count - i > 2 * RECORDS_AHEAD)
+            __builtin_prefetch(heard + records[i + 2 * RECORDS_AHEAD].block_id, 1);
+        if (count - i > RECORDS_AHEAD)
+            fetch_entries(&index, heard, &records[i + RECORDS_AHEAD]);
+        tombstone *known = heard + records[i].block_id;
         status = apply_record(&index, known, row, &records[i], applied);
     }
     end_write(&index, sequence);
