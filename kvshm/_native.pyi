@@ -140,7 +140,8 @@ def hold(table: Buffer, epoch: int, records: Buffer, now: int, until: int, /) ->
     """0 if the table is mapped read-only."""
 
 def sweep(table: Buffer, bits: int, /) -> int: ...
-def scan(table: Buffer, first: int, count: int, /) -> tuple[bytes, int]: ...
+def scan(table: Buffer, first: int, count: int, stop: int = ..., /) -> tuple[bytes, int]:
+    """``stop``: the first block that is not looked at; without it all are."""
 
 # -- words
 
@@ -185,7 +186,9 @@ def index_apply(
     ``tombstones`` (written): 16 bytes per block, initially zeros.  If the core refuses a batch, the
     batches before it stay applied."""
 
-def index_stale(before: Buffer, scanned: Buffer, /) -> bytes: ...
+def index_stale(before: Buffer, scanned: Buffer, first: int = 0, /) -> bytes:
+    """``first``: the block of the first tombstone of ``before``."""
+
 def index_drop_row(index: Buffer, row: int, /) -> int: ...
 def index_copy(index: Buffer, larger: Buffer, /) -> int: ...
 def index_lookup(

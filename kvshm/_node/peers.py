@@ -46,6 +46,9 @@ INITIAL_CAPACITY = 1 << 16
 MAX_WITHDRAWN = 1024
 """Epochs that are remembered because their blocks were withdrawn."""
 QUARANTINE_FAILURES = 3
+SCANNED_AT_ONCE = 1 << 15
+"""Slots of a table that are scanned together.  What is copied of them holds the GIL, for less than
+a millisecond: a scheduler must not stand still for a whole table."""
 
 
 class _PeerView(NamedTuple):
@@ -166,9 +169,11 @@ class Peers:
         if (peer := self._find(epoch)) is None:
             return
         try:
-            # The order matters: entries that are known before the scan were READY before.
-            before = self.replica.tombstones(peer.row)
-            self.replica.resync(peer.row, before, peer.table.scan())
+            for first in range(0, peer.info.num_blocks, SCANNED_AT_ONCE):
+                stop = first + SCANNED_AT_ONCE
+                # The order matters: entries that are known before the scan were READY before.
+                before = self.replica.tombstones(peer.row, first, stop)
+                self.replica.resync(peer.row, before, peer.table.scan(first, stop), first)
         except (KvshmError, IndexError, ValueError, OSError) as exc:
             self._drop(epoch)
             self._leave_out(peer.info, exc)

@@ -28,6 +28,7 @@ from kvshm._shm.layout import (
     CAPACITY_OFFSET,
     INDEX_HEADER_BYTES,
     INDEX_MAGIC,
+    MAX_BLOCKS,
     NUM_ROWS,
     RECORD_BYTES,
     ROW_BYTES,
@@ -187,13 +188,15 @@ class Replica(ReplicaReader):
         self.stale_records.append(StaleRecords(row, epoch, records))
         self._run_pending()
 
-    def tombstones(self, row: int) -> bytes:
-        """Return a copy of a row's tombstones, for ``resync``: call it before a scan of that
-        engine's table begins.  Raises IndexFull without memory for the copy and the scan."""
+    def tombstones(self, row: int, first: int = 0, stop: int = MAX_BLOCKS) -> bytes:
+        """Return a copy of a row's tombstones of the blocks from ``first`` to ``stop``, for
+        ``resync``: call it before a scan of these slots of that engine's table begins.  Raises
+        IndexFull without memory for the copy and the scan."""
         with self._exclusive():
-            heard = self._tombstones.get(row, b"")
-            _check_memory(self.name, len(heard) * _SCANNED_BYTES, "a scan of a table")
-            return bytes(heard)
+            heard = memoryview(self._tombstones.get(row, b""))
+            part = heard[first * TOMBSTONE_BYTES : stop * TOMBSTONE_BYTES]
+            _check_memory(self.name, len(part) * _SCANNED_BYTES, "a scan of a table")
+            return bytes(part)
 
     def has_heard(self, row: int, block: int, generation: int) -> bool:
         """Whether a block's publication at ``generation``, or something later of that block, has
@@ -206,12 +209,12 @@ class Replica(ReplicaReader):
         ahead = (known - generation) % (1 << 32)  # generations wrap, as is_news of replica.c knows
         return bool(kind) and ahead < 1 << 31
 
-    def resync(self, row: int, before: bytes, scanned: bytes) -> ApplyResult:
-        """Make a row agree with a scan of its engine's table.  A block that is published in
-        ``before`` and missing in the scan has left READY, since words change before events are
-        sent: its entry is removed, unless a newer event has arrived meanwhile.  Raises as ``apply``
-        does."""
-        return self.apply(row, _native.index_stale(before, scanned) + scanned)
+    def resync(self, row: int, before: bytes, scanned: bytes, first: int = 0) -> ApplyResult:
+        """Make a row agree with a scan of its engine's table, or of a part of it that begins at
+        block ``first``.  A block that is published in ``before`` and missing in the scan has left
+        READY, since words change before events are sent: its entry is removed, unless a newer event
+        has arrived meanwhile.  Raises as ``apply`` does."""
+        return self.apply_all([(row, _native.index_stale(before, scanned, first)), (row, scanned)])
 
     def close(self) -> None:
         """Unmap.  Idempotent.  Never waits: if another thread is writing, that thread unmaps the
@@ -297,7 +300,10 @@ class Replica(ReplicaReader):
             larger.close()
             raise
         # The old segment is not closed: a lookup under way may still use its mapping.
-        self._segment = larger
+        old, self._segment = self._segment, larger
+        last = old.detach()
+        del old  # unmaps, unless a lookup under way still has it
+        os.close(last)
 
 
 def _new_segment(name: str, capacity: int, header: Header) -> Segment:

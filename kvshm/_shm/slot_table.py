@@ -43,7 +43,7 @@ from .statistics import SWEPT
 from .table_header import WRAP_SECONDS, TableHeader
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
-_SCAN_BATCH = 4096
+_SCAN_BATCH = 1 << 15
 _STABLE_READS = 8
 """How often one slot is read until two reads in a row agree."""
 LEASE_SECONDS = 10
@@ -99,12 +99,15 @@ class SlotTableView(TableHeader):
         """The whole segment, as ``_native`` takes it."""
         return self._segment.buffer
 
-    def scan(self) -> bytes:
-        """Records of all READY slots; slots that change meanwhile may be missing."""
-        parts, block = [], 0
-        while block < self.num_blocks:
+    def scan(self, first: int = 0, stop: int | None = None) -> bytes:
+        """Records of all READY slots from ``first`` to ``stop`` (None: the last one); slots that
+        change meanwhile may be missing."""
+        parts, block = [], first
+        stop = self.num_blocks if stop is None else min(stop, self.num_blocks)
+        while block < stop:
             begin = block
-            records, block = _native.scan(self._segment.buffer, begin, _SCAN_BATCH)
+            size = min(_SCAN_BATCH, stop - begin)
+            records, block = _native.scan(self._segment.buffer, begin, size, stop)
             if block == begin:
                 raise CorruptSegment(f"{self.name} had {self.num_blocks} blocks, now only {begin}")
             parts.append(records)

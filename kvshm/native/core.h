@@ -132,6 +132,10 @@ int64_t kvshm_sweep(kvshm_segment table, uint32_t bits);
  * causes an event of its own.  Returns how many records were written. */
 int64_t kvshm_scan(kvshm_segment table, uint32_t *next, kvshm_record *records, size_t count);
 
+/* The same of the blocks before `stop` only. */
+int64_t kvshm_scan_part(kvshm_segment table, uint32_t *next, uint32_t stop, kvshm_record *records,
+                        size_t count);
+
 /* -- statistics ---------------------------------------------------------------------------- */
 
 /* A block that several tables may have; zero: the place is free.  Private memory of the caller. */

@@ -202,10 +202,16 @@ static bool read_ready(const uint8_t *slot, kvshm_record *record)
 
 int64_t kvshm_scan(kvshm_segment segment, uint32_t *next, kvshm_record *records, size_t count)
 {
+    return kvshm_scan_part(segment, next, UINT32_MAX, records, count);
+}
+
+int64_t kvshm_scan_part(kvshm_segment segment, uint32_t *next, uint32_t stop,
+                        kvshm_record *records, size_t count)
+{
     table_view table;
     RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     size_t found = 0;
-    for (; *next < table.num_blocks && found < count; ++*next)
+    for (; *next < table.num_blocks && *next < stop && found < count; ++*next)
         if (read_ready(slot_of(&table, *next), &records[found]))
             records[found++].block_id = *next;
     return (int64_t)found;

@@ -85,16 +85,26 @@ static PyObject *native_index_apply(PyObject *module, PyObject *args)
     return result;
 }
 
+/* Add to the block ids of records, modulo 2^32. */
+static void shift_blocks(kvshm_record *records, size_t count, uint32_t by)
+{
+    for (size_t i = 0; i < count; i++)
+        records[i].block_id += by;
+}
+
 /* The core walks the blocks twice, to count the records and to write them: no block may be stale,
- * or every one. */
+ * or every one.  It counts blocks from that of the first tombstone on: a block before it becomes
+ * one that is far beyond all tombstones, which the core skips. */
 static PyObject *native_index_stale(PyObject *module, PyObject *args)
 {
     (void)module;
     BUFFER(before);
     ARRAY(scanned, kvshm_record);
     ARRAY(seen, uint8_t);
-    if (!PyArg_ParseTuple(args, "y*O&:index_stale", &before, kvshm_to_array, &scanned))
+    unsigned int first = 0;
+    if (!PyArg_ParseTuple(args, "y*O&|I:index_stale", &before, kvshm_to_array, &scanned, &first))
         return NULL;
+    shift_blocks(scanned.of, scanned.count, -first);
     size_t bytes = (size_t)before.len, num_blocks = bytes / KVSHM_TOMBSTONE_BYTES, stale;
     if (!kvshm_make_room(&seen, num_blocks))
         return NULL;
@@ -105,7 +115,8 @@ static PyObject *native_index_stale(PyObject *module, PyObject *args)
     PyObject *records = kvshm_new_records(stale, &out);
     if (records)
         WITHOUT_GIL(num_blocks, kvshm_index_stale(before.buf, bytes, scanned.of, scanned.count,
-                                                  seen.of, out));
+                                                  seen.of, out);
+                    shift_blocks(out, stale, first));
     return records;
 }
 

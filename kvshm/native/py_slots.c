@@ -213,17 +213,17 @@ static PyObject *native_scan(PyObject *module, PyObject *args)
 {
     BUFFER(table);
     ARRAY(records, kvshm_record);
-    unsigned int next;
+    unsigned int next, stop = UINT32_MAX;
     Py_ssize_t count;
-    if (!PyArg_ParseTuple(args, "y*In:scan", &table, &next, &count))
+    if (!PyArg_ParseTuple(args, "y*In|I:scan", &table, &next, &count, &stop))
         return NULL;
     if (count < 0 || count > UINT32_MAX)
         return PyErr_Format(PyExc_ValueError, "count is negative or beyond any table");
     if (!kvshm_make_room(&records, (size_t)count))
         return NULL;
     int64_t found;
-    WITHOUT_GIL(SIZE_MAX,
-                found = kvshm_scan(segment_of(&table), &next, records.of, records.count));
+    WITHOUT_GIL(SIZE_MAX, found = kvshm_scan_part(segment_of(&table), &next, stop, records.of,
+                                                  records.count));
     return found < 0 ? kvshm_raise(module, &table, found)
                      : Py_BuildValue("(y#I)", records.of,
                                      (Py_ssize_t)(found * KVSHM_RECORD_BYTES), next);

@@ -168,3 +168,16 @@ def test_a_scan_does_not_resurrect_what_was_retracted(replica: Replica, row: int
     scanned = packed([1], 5)
     replica.apply(row, packed([1], 5, RETRACT))
     assert replica.resync(row, b"", scanned) == ApplyResult(ignored=1)
+
+
+def test_a_part_of_a_table_is_scanned_alone(replica: Replica, row: int) -> None:
+    """As if the other blocks were not there: neither what a scan of another part did not see, nor
+    what lies before or behind this one, is removed."""
+    replica.apply(row, packed([0, 1, 2, 3, 4], 5))
+    before = replica.tombstones(row, 2, 4)
+    assert before == replica.tombstones(row)[2 * 16 : 4 * 16]
+    assert replica.resync(row, before, packed([3], 6), 2) == ApplyResult(added=1, removed=2)
+    kept = [found(replica, n) for n in (0, 1, 2, 3, 4)]
+    assert kept == [[(row, 5)], [(row, 5)], [], [(row, 6)], [(row, 5)]]
+    assert replica.resync(row, before, packed([1, 4], 6), 2) == ApplyResult(2, 2, 2)
+    assert [found(replica, n) for n in (1, 3, 4)] == [[(row, 6)], [(row, 6)], [(row, 6)]]

@@ -239,6 +239,14 @@ def test_scan_goes_on_where_it_stopped(table: mmap.mmap) -> None:
     assert _native.scan(table, end, 1) == (b"", BLOCKS)
 
 
+def test_scan_looks_at_no_block_from_its_stop_on(table: mmap.mmap) -> None:
+    publish(table, 0, 3, 7)
+    packed, following = _native.scan(table, 1, 100, 7)
+    assert [r.block_id for r in unpack_records(packed)] == [3]
+    assert following == 7
+    assert _native.scan(table, 7, 100, 7) == (b"", 7)
+
+
 def test_generations_wrap(table: mmap.mmap) -> None:
     _native.store(table, TABLE_HEADER_BYTES, (2**32 - 1) << 32)
     (last,) = unpack_records(publish(table, 0))

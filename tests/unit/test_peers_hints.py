@@ -10,6 +10,7 @@ from kvshm._base.timing import TIMING
 from kvshm._node.peers import QUARANTINE_FAILURES, Peers, PeersStats
 from kvshm._node.protocol import EngineInfo
 from kvshm._replica.index import StaleRecords
+from kvshm._shm.layout import block_ids
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm._shm.statistics import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
 
@@ -27,9 +28,9 @@ class RacingTable(PeerSlotTable):
     before: Callable[[], object] = staticmethod(lambda: None)
     after: Callable[[], object] = staticmethod(lambda: None)
 
-    def scan(self) -> bytes:
+    def scan(self, first: int = 0, stop: int | None = None) -> bytes:
         type(self).before()
-        found = super().scan()
+        found = super().scan(first, stop)
         type(self).after()
         return found
 
@@ -103,6 +104,25 @@ def test_a_reuse_during_a_scan_leaves_the_newest(racing: Peers, exporter: Make) 
     for event in [first, *events]:
         racing.apply_events([(1, event)])
     assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
+
+
+def test_a_table_is_scanned_in_parts_as_it_is_as_a_whole(
+    peers: Peers, exporter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshm._node.peers.SCANNED_AT_ONCE", 3)
+    a = exporter()
+    a.publish(20)
+    assert (a.table.scan(0, 20), a.table.scan(21)) == (b"", b""), "of that part only"
+    assert block_ids(a.table.scan(20, 21)) == block_ids(a.table.scan(3)) == [20]
+    a.reuse(20)
+    a.publish(*range(8))
+    peers.joined(a.info)
+    assert [n for n in range(9) if offered(peers, n)] == [*range(8)]
+    a.reuse(0, 2, 3, 7)
+    a.publish(3, 8)
+    peers.rescan(1)
+    found = {n: offered(peers, n) for n in range(9) if offered(peers, n)}
+    assert found == {n: [(1, n, int(n == 3))] for n in (1, 3, 4, 5, 6, 8)}
 
 
 def test_a_rescan_sweeps_what_lost_retracts_left(peers: Peers, exporter: Make) -> None:
