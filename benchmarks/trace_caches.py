@@ -202,6 +202,7 @@ class Shared:
         ]
         for place, pool in zip(self.places, self._pools, strict=True):
             self._watch(place, pool)
+        self.node.forget_joins()
         self._hashes, self._service = hashes, service
         self._runs: dict[int, tuple[list[Run], int]] = {}
         """Of each request that is computed: what is published then, and the tokens computed."""

@@ -172,6 +172,11 @@ class Node:
         self._receive(member, encode(Join(protocol=PROTOCOL_VERSION, engine=state.info)))
         return lambda records: self._send(member, records)
 
+    def forget_joins(self) -> None:
+        """Begin to count what is sent and what it takes."""
+        self.costs.of.clear()
+        vars(self.traffic).update(vars(Traffic()))
+
     def next_due(self) -> int | None:
         sends = [member.send_at for member in self._members.values() if member.send_at is not None]
         relay = self._broadcasts.next_due()
