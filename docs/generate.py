@@ -2,8 +2,9 @@
 sources, the fields of kvshm/_base/fingerprint.py, the log lines of engines and the events of the
 coordinator, the names of
 kvshm/api.py (docs/api_page.py), the metrics of tools/metrics/definitions.py, the facts of
-docs/vllm-facts.toml, the plans of docs/models.jsonl (docs/model_table.py), and the numbers of
-kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
+docs/vllm-facts.toml, the plans of docs/models.jsonl (docs/model_table.py), what a larger node would
+take (docs/scaling_page.py), and the numbers of kvshm/_shm/layout.py.  Also writes
+kvshm/native/layout.h, which states those numbers for C.
 
     make docs
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import api_page
 import model_table
+import scaling_page
 import vllm_facts
 
 from kvshm._base import syncpoints, timing
@@ -43,6 +45,7 @@ LAYOUT = Path(__file__).with_name("layout.md")
 METRICS = Path(__file__).with_name("metrics.md")
 MODELS = Path(__file__).with_name("models.md")
 OPERATIONS = Path(__file__).with_name("operations.md")
+SCALING = Path(__file__).with_name("scaling.md")
 VLLM_FACTS = Path(__file__).with_name("vllm-facts.md")
 HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
@@ -125,6 +128,11 @@ def models(page: str) -> str:
     plans = model_table.read()
     page = replaced(page, "architectures", _table(model_table.table(plans), model_table.HEAD))
     return replaced(page, "not planned", model_table.left_out(plans))
+
+
+def scaling(page: str) -> str:
+    """Return the page with what follows from the code and the results of benchmarks."""
+    return replaced(page, "scaling", scaling_page.page(scaling_page.read()))
 
 
 def facts(page: str) -> str:
@@ -214,4 +222,5 @@ if __name__ == "__main__":
     METRICS.write_text(metrics(METRICS.read_text("utf-8")), "utf-8")
     MODELS.write_text(models(MODELS.read_text("utf-8")), "utf-8")
     OPERATIONS.write_text(operations(OPERATIONS.read_text("utf-8")), "utf-8")
+    SCALING.write_text(scaling(SCALING.read_text("utf-8")), "utf-8")
     VLLM_FACTS.write_text(facts(VLLM_FACTS.read_text("utf-8")), "utf-8")

@@ -1,0 +1,102 @@
+"""docs/scaling.md is the generated one, and its arithmetic is right."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scaling_page
+from scaling_page import DEFAULTS, LIMITS, Node, capacity, numbers, projected, reached, size
+
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import index_bytes, table_bytes
+
+from .replicas import OWN_EPOCH, packed
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/scaling.md").read_text()
+
+
+def test_the_page_is_the_generated_one() -> None:
+    assert runpy.run_path(str(ROOT / "docs/generate.py"))["scaling"](PAGE) == PAGE, "make docs"
+
+
+def test_the_capacity_is_that_of_a_real_index() -> None:
+    replica = Replica.create("scaling", "e", OWN_EPOCH, 8)
+    row = replica.add_row(OWN_EPOCH, "a", 4096, 0)
+    try:
+        for block in range(1000):
+            replica.apply(row, packed([block]))
+            entries = block + 1
+            assert replica.capacity == capacity(entries, scaling_page.fullest()), entries
+    finally:
+        replica.close()
+
+
+def test_a_source_that_says_something_else_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "replica.c"
+    source.write_text(scaling_page.REPLICA_SOURCE.read_text().replace("KVSHM_FULL", "KVSHM_OTHER"))
+    monkeypatch.setattr(scaling_page, "REPLICA_SOURCE", source)
+    with pytest.raises(ValueError, match="how full"):
+        scaling_page.fullest()
+
+
+def test_what_a_node_takes() -> None:
+    node = Node(4, 1000)
+    took = projected(node, DEFAULTS)
+    room = capacity(3000, scaling_page.fullest())
+    assert took["table"] == table_bytes(1000, 1)
+    assert took["index"] == index_bytes(room)
+    assert took["memory"] == 4 * (took["table"] + took["index"] + 3000 * 16)
+    assert took["records"] == pytest.approx(1e6 / 3600 * DEFAULTS["records"].value * 32)
+    assert took["received"] == 4 * took["sent"]
+    twice = projected(Node(8, 1000), DEFAULTS)
+    assert twice["coordinator"] == pytest.approx(2 * took["coordinator"])
+    assert twice["records"] == took["records"]
+    assert twice["apply"] == pytest.approx(took["apply"] * (7 / 8) / (3 / 4))
+
+
+def test_the_limit_that_is_used_most_comes_first() -> None:
+    took = dict.fromkeys(projected(Node(2, 8), DEFAULTS), 0.0)
+    by_name = [limit.name for limit, _ in reached(Node(28, 8), took)]
+    assert by_name[0] == "lease bits"
+    limit, share = reached(Node(2, 8), {**took, "coordinator": 3.0})[0]
+    assert (limit.name, share) == ("the coordinator's core", 3.0)
+    assert len(by_name) == len(LIMITS)
+
+
+def test_results_take_the_place_of_earlier_numbers() -> None:
+    run: dict[str, Any] = {"mode": "kvshm", "routing": "rr", "split": 1, "engines": 4}
+    events = {"records": 600, "sent_bytes": 30_000}
+    traces: list[dict[str, Any]] = [
+        {**run, "requests": 10, "events": events},
+        {**run, "requests": 9, "engines": 8, "events": {"records": 1, "sent_bytes": 1}},
+        {**run, "requests": 10, "engines": 2, "events": {"records": 1, "sent_bytes": 1}},
+        {**run, "requests": 90, "mode": "alone"},
+        {"failed": "it ended"},
+    ]
+    crowd: list[dict[str, Any]] = [
+        {"lost_percent": {"p50": 20.0}, "records_heard_per_second": {"p50": 400_000}},
+        {"failed": "it ended"},
+    ]
+    row = {"row": "coordinator", "engines": 16, "cores": {"p50": 0.5}, "records_per_second": 1e5}
+    found = numbers(
+        {"traces-whole": traces, "client-crowd": crowd, "events": [row, {"row": "other"}]}
+    )
+    assert found["records"].value == 60
+    assert found["wire"].value == 50
+    assert found["apply"].value == pytest.approx(0.5e-6)
+    assert found["coordinator"].value == pytest.approx(5e-6)
+    assert found["join"] == DEFAULTS["join"]
+    assert all("benchmarks/results" in found[name].source for name in found if name != "join")
+    assert numbers({}) == DEFAULTS
+    assert "| records of a request | 60.0, in" in scaling_page.page({"traces": traces})
+
+
+def test_sizes_have_three_digits() -> None:
+    shown = [size(0), size(999), size(1000), size(9.5e9), size(1.27e12), size(28, "")]
+    assert shown == ["0 B", "999 B", "1 kB", "9.5 GB", "1.27 TB", "28"]
