@@ -247,6 +247,8 @@ class Node:
             member.received(frame)
             self.costs.add("apply", begun)
             self.traffic.received_bytes += len(frame)
+            if member.send_at is not None:  # its thread is awake: what waits leaves with that
+                member.send_at = self._clock.ns
 
 
 def engine_epoch(number: int) -> Epoch:
