@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -322,6 +324,7 @@ def _setting(options: argparse.Namespace, model: Path) -> Setting:
 def main() -> None:
     """Command line: print one line of JSON."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     lengths = [*sorted(options.lengths), options.tokens]
     with TemporaryDirectory(prefix="import-") as directory:
         model = write_model(Path(directory) / "model", **SIZES)

@@ -115,14 +115,15 @@ def started(kind: Kind, setting: Setting) -> Iterator[Arm]:
 
 
 def why(error: BaseException) -> str:
-    """Return the line of a failure's message that names its cause: the first one in a log that
-    begins with an error, or what the failure itself says first."""
+    """Return the line of a failure's message that names its cause: the first error at the end of a
+    traceback in a log, or what the failure itself says first."""
     lines = str(error).splitlines() or [repr(error)]
     named = (_ERROR.search(line) for line in lines)
-    return next((found[0] for found in named if found), lines[0])
+    return next((found[1] for found in named if found), lines[0])
 
 
-_ERROR = re.compile(r"\b(?:[A-Z]\w*Error|Exception): .*")
+_ERROR = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception): .*)")
+"""At the beginning of what is logged: a warning may name an error, too."""
 
 
 def _offload(setting: Setting) -> dict[str, Any]:

@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import bench_import
 import pytest
+import tiny_model
 from bench_import import TAIL_TOKENS, WARM_UP, ask, main, of_length, pays_from, results, tails
 from bench_import import Prompts as NewPrompts
 from load_arms import Arm
 from local_node import PromptTokens
+from sharing_node import BLOCK_SIZE
 
 ROUND = {"imported": 30.0, "local_hit": 20.0, "computed": 90.0}
 
@@ -128,6 +131,24 @@ LOADED = [
     ("second", "local_hit"),
 ]
 COMPUTED = [("first", "computed"), ("second", "computed")]
+
+
+def test_the_size_of_a_block_is_that_of_the_model() -> None:
+    size = tiny_model.SIZES | bench_import.SIZES
+    heads = size["num_key_value_heads"] * size["head_dim"]
+    keys_and_values, bytes_each = 2, 2
+    block = size["num_hidden_layers"] * keys_and_values * heads * bytes_each * BLOCK_SIZE
+    assert block == bench_import.BYTES_PER_BLOCK
+
+
+def test_a_model_of_another_size_is_written_anew(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def layers(**sizes: int) -> int:
+        tiny_model.write_model(tmp_path, 0, **sizes)
+        return int(json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"])
+
+    assert [layers(num_hidden_layers=1), layers(num_hidden_layers=2), layers()] == [1, 2, 4]
 
 
 @pytest.fixture(autouse=True)

@@ -209,7 +209,11 @@ def test_what_an_arm_has_measured_before_it_breaks_off_is_kept(
     @contextmanager
     def started(kind: Any, setting: Any) -> Iterator[Any]:
         if kind.offloads:
-            raise RuntimeError("<Engine> does not serve\nERROR raise X\n1 Exception: no GPU\n")
+            raise RuntimeError(
+                "<Engine> does not serve\n(A pid=1) WARNING 1 [os.py:2] causes `OSError: files`\n"
+                "(W pid=2) ERROR 1 [w.py:3]     raise Exception(\n"
+                "(W pid=2) ERROR 1 [w.py:3] Exception: no GPU\nRuntimeError: See the cause above.\n"
+            )
         yield None, [kind], None
 
     def run_arm(engines: Any, *_: Any) -> Iterator[dict[str, Any]]:
