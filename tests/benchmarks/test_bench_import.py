@@ -167,7 +167,8 @@ def test_before_each_way_the_other_engine_computes(computed_first: bool) -> None
 
 def test_what_comes_from_elsewhere_has_no_time() -> None:
     _, arm = played()
-    arm.engines[1].peer = None  # so nothing is imported
+    second: Any = arm.engines[1]
+    second.peer = None  # so nothing is imported
     assert ask("kvshm", arm, 256, NewPrompts(1), False) == {**ROUND, "imported": None}
 
 
