@@ -51,7 +51,7 @@ KIB = 1 << 10
 CACHE_BYTES = 256 << 20
 """Of each engine's cache, at least."""
 COPIED_BYTES = 32 << 20
-"""By each way in each round, at least; a prefix of 4,000 tokens of an 8B model has 500 MB."""
+"""By each way in each round, about; a prefix of 4,000 tokens of an 8B model has 500 MB."""
 FRAGMENTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 THREADS = (1, 2)
 WAYS = ("memcpy", "kvshm", "index", "index_copy")

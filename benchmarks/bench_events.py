@@ -256,7 +256,7 @@ class Overload:
         while num_peers(self.cache):
             time.sleep(NAP_SECONDS)
         assert self.cache.table is not None
-        records = max(2, round(rate / ENGINES / 100))
+        records = 2 * max(1, round(rate / ENGINES / 100 / 2))
         load = "--real", "--hz", 100, "--records", records, "--blocks", BLOCKS
         self._senders = Crowd(self.cache.table.fingerprint.hex(), *load)
         self._processes += self._senders.processes
@@ -308,7 +308,12 @@ def is_equal(replica: Replica, peer: Peer) -> bool:
     runs = replica.lookup(hashes, 0, len(hashes), 1 << peer.row)
     rows = {row.row: row.entries for row in replica.rows()}
     known = b"".join(records for _, records in runs)
-    return known == scanned and rows.get(peer.row) == len(hashes)
+    return without_depth(known) == without_depth(scanned) and rows.get(peer.row) == len(hashes)
+
+
+def without_depth(packed: bytes) -> list[tuple[bytes, int, int]]:
+    """Hash, block and generation of packed records: a lookup numbers what it finds."""
+    return [(r.block_hash, r.block_id, r.generation) for r in unpack_records(packed)]
 
 
 def overload(options: argparse.Namespace, processes: list[subprocess.Popen[Any]]) -> dict[str, Any]:
@@ -327,7 +332,7 @@ def overload(options: argparse.Namespace, processes: list[subprocess.Popen[Any]]
 
 def keeps_pace(rate: float, said: dict[str, Any]) -> bool:
     """Whether the senders could offer what they were told to."""
-    return bool((said["sent"] + said["dropped"]) / said["seconds"] > 0.9 * rate)
+    return bool((said["sent"] + said["dropped"]) / said["seconds"] > 0.85 * rate)
 
 
 # -- all rows

@@ -27,6 +27,7 @@ from kvshm._base.rundir import command_endpoint, engine_socket
 from kvshm._base.timing import TIMING
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
+from kvshm._node.coordinator_client import MAX_JOINED_BYTES
 from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -85,8 +86,8 @@ def mark(number: int) -> BlockHash:
 
 def batches(name: str, records: int, blocks: int = BLOCKS) -> Iterator[bytes]:
     """Batches of one engine without end: its blocks but the last in turn, each time with other
-    contents.  The first record of every MARK_EVERY batches is a mark in the last block: its
-    generation says when it was sent, in milliseconds.
+    contents.  One of MARK_EVERY batches has a record more, a mark in the last block: its generation
+    says when it was sent, in milliseconds.
 
     Made beforehand, for four generations so far apart that each is newer than the one before,
     the first than the last included.
@@ -113,7 +114,7 @@ def _with_marks(made: list[bytes], block: int) -> Iterator[bytes]:
             continue
         sent_at = int(time.monotonic() * 1000) % 2**32
         head = (mark(number // MARK_EVERY), block, sent_at, 0, RecordKind.PUBLISH, 0)
-        yield pack_records([head]) + batch[RECORD_BYTES:]
+        yield pack_records([head]) + batch
 
 
 def churn(table: OwnSlotTable, name: str, records: int) -> Iterator[bytes]:
@@ -191,10 +192,14 @@ class Deaf:
         self._socket.recv()
 
     def step(self, batches: int) -> None:
-        """One message, of as many batches as an engine's client sends together; as there, it is
-        dropped if the socket takes no more, and then the engine joins again."""
-        self._sequence += 1
+        """As many batches as an engine's client sends together, in as few messages; as there, one
+        is dropped if the socket takes no more, and then the engine joins again."""
         records = b"".join(itertools.islice(self._source, batches))
+        for start in range(0, len(records), MAX_JOINED_BYTES):
+            self._send(records[start : start + MAX_JOINED_BYTES])
+
+    def _send(self, records: bytes) -> None:
+        self._sequence += 1
         number = len(records) // RECORD_BYTES
         events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
         try:

@@ -88,8 +88,8 @@ class CoordinatorClient:
         self._close_timers.atexit = False
         self._send_soon = False
         """Whether another engine waits for the next events."""
-        self._woke_at = -math.inf
-        """When the client's thread last read the outbox, by ``clock``."""
+        self._sent_at = -math.inf
+        """When the client's thread last found events in the outbox, by ``clock``."""
         self._will_wake = False
         """Whether the client's thread will wake up and read the outbox."""
         self._closing = threading.Event()
@@ -135,10 +135,14 @@ class CoordinatorClient:
             self._put(_Awaited(), at_once=True)
 
     def _has_rested(self) -> bool:
-        """Whether the client's thread is not about to wake up, and has not been woken for as long
-        as events wait: then it is woken at once, which is no more often than if they waited."""
-        delay = self._timing.send_delay_seconds
-        return not self._will_wake and self._clock() - self._woke_at >= delay
+        """Whether the client's thread is not about to wake up, and has neither sent nor received
+        events for as long as events wait: then it is woken at once, which is no more often than if
+        they waited."""
+        session = self._session
+        if self._will_wake or session is None:
+            return False
+        last = max(self._sent_at, session.heard_at)
+        return self._clock() - last >= self._timing.send_delay_seconds
 
     def rejoin(self) -> None:
         """The engine's cache has begun a new epoch: leave with the old epoch and join with the
@@ -220,12 +224,13 @@ class CoordinatorClient:
             if timer in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(timer, 8)
-        self._woke_at = self._clock()
         self._will_wake = False  # before the queue is read
         # First, so that the messages sent below show the gap.
         if unheard := self._unheard.since_report():
             session.skip_events(unheard, EVENTS_UNHEARD)
         waiting = len(self._outbox)
+        if waiting:
+            self._sent_at = self._clock()
         while waiting:
             batches = _next_message(self._outbox, waiting)
             waiting -= len(batches) or 1

@@ -50,7 +50,7 @@ from .protocol import (
     encode,
     open_broadcast,
 )
-from .updates import CallGuard, Coordinator, Update, UpdateHandler
+from .updates import CallGuard, Coordinator, EventBatches, Update, UpdateHandler
 
 
 class _State(Enum):
@@ -114,6 +114,8 @@ class CoordinatorSession:
         self._due = _Due(clock())
         self._events_lost = False
         """Whether events were dropped since the last Join, so that the peers must scan."""
+        self.heard_at = -math.inf
+        """When events of another engine last came, by ``clock``.  Any thread may read it."""
         self._early: list[AnyBroadcast] = []
         """Broadcasts that arrived between Join and Joined."""
 
@@ -235,6 +237,8 @@ class CoordinatorSession:
     def _pass_on(self, *more: Update) -> None:
         """Pass the updates of the broadcasts to the engine, then ``more``."""
         for item in (*self._order.take_updates(), *more):
+            if isinstance(item, EventBatches):
+                self.heard_at = self._clock()
             self.guard.call(self._handler.apply, item)
 
     # -- joining

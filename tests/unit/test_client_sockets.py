@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -75,6 +76,7 @@ class Listened:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.awaited: list[bool] = []
+        self.heard_at = -math.inf
         self.rejoins = 0
 
     def send_events(self, records: bytes, awaited: bool) -> None:
@@ -94,7 +96,7 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     client = CoordinatorClient(tmp_path, "ns", Silent(), clock=Clock())  # type: ignore[arg-type]  # asked nothing
     session = Listened()
     client._session = session  # type: ignore[assignment]  # what of it is used
-    client._hand_over(session)  # type: ignore[arg-type]  # the same: for another reason, just now
+    session.heard_at = client._clock()
     for record in (b"a", b"b", b"c"):
         client.send_events(record)
     assert woken == [LATER]
@@ -120,7 +122,7 @@ def test_events_for_which_another_engine_waits_do_not_wait_for_later_ones(
     client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
     session = Listened()
     client._session = session  # type: ignore[assignment]  # what of it is used
-    client._hand_over(session)  # type: ignore[arg-type]  # the same: for another reason, just now
+    session.heard_at = client._clock()
     client.send_soon()  # nothing is there yet
     client.send_events(b"a")
     client.send_events(b"b")  # the thread is about to wake up, and takes this along
@@ -156,7 +158,8 @@ def test_events_go_at_once_where_the_thread_has_rested_and_so_it_wakes_no_more_o
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert (session.sent, session.awaited) == ([b"ab"], [False])
     clock.now += 0.9 * TIMING.send_delay_seconds
-    client._hand_over(session)  # type: ignore[arg-type]  # others' events came
+    client._hand_over(session)  # type: ignore[arg-type]  # a tick, or the heartbeat is due
+    session.heard_at = clock.now  # others' events came
     clock.now += 0.9 * TIMING.send_delay_seconds
     client.send_events(b"c")
     clock.now += 0.2 * TIMING.send_delay_seconds
@@ -164,6 +167,7 @@ def test_events_go_at_once_where_the_thread_has_rested_and_so_it_wakes_no_more_o
     assert woken == [0, LATER]
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     clock.now += 1.1 * TIMING.send_delay_seconds
+    client._hand_over(session)  # type: ignore[arg-type]  # a tick: nothing of anybody
     client.send_events(b"e")
     assert woken == [0, LATER, 0]
     client.close()
