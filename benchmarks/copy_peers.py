@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lmcache_store import lmcache_store
 from local_node import free_port
 
 CLIENT_SECONDS = 90.0
@@ -140,7 +141,26 @@ def _expect(result: Any, what: str) -> None:
         raise SystemExit(f"{what}: {result}")
 
 
-PEERS: dict[str, Callable[[Path, int, int, int], list[float]]] = {"mooncake": mooncake}
+# -- LMCache: its MP server copies for an engine's worker, which registers its KV cache with it
+
+
+def lmcache(folder: Path, size: int, count: int, rounds: int) -> list[float]:
+    """Only whether its server starts: nothing but an engine's connector has it copy."""
+    try:
+        with lmcache_store(folder, max(1, POOL_FACTOR * size * count >> 30)):
+            pass
+    except (OSError, SystemExit) as exc:
+        raise Failed(f"its server does not start: {_last_line(str(exc))}") from None
+    raise Failed(
+        "its server starts, but copies only for an engine's connector, which is not driven here; "
+        "bench_load.py --lmcache has both"
+    )
+
+
+PEERS: dict[str, Callable[[Path, int, int, int], list[float]]] = {
+    "mooncake": mooncake,
+    "lmcache": lmcache,
+}
 """Each, for a folder with its package, the bytes and number of blocks, and rounds: seconds of each
 round.  They raise Failed."""
 CLIENTS: dict[str, Callable[..., list[float]]] = {"mooncake": mooncake_client}

@@ -33,10 +33,13 @@ from kvshm._node.protocol import (
 @dataclass
 class _Topic:
     last: float = -math.inf
+    """When events were sent last: a tick makes none wait."""
     waiting: list[bytes] = field(default_factory=list)
     size: int = 0
+    events: bool = False
+    """Whether there are events in ``waiting``."""
     awaited: bool = False
-    """Whether an engine waits for one of ``waiting``."""
+    """Whether an engine waits for some of these."""
 
 
 class BroadcastQueue:
@@ -58,7 +61,9 @@ class BroadcastQueue:
         queued.waiting.append(encoded)
         queued.size += len(encoded)
         queued.awaited = queued.awaited or awaited
-        if not isinstance(message, EngineEvents):
+        if isinstance(message, EngineEvents):
+            queued.events = True
+        else:
             self._flush(topic, queued, now)
 
     def send_due(self, now: float) -> None:
@@ -81,5 +86,6 @@ class BroadcastQueue:
     def _flush(self, topic: bytes, queued: _Topic, now: float) -> None:
         if queued.waiting:
             self._send(broadcast_frame(topic, queued.waiting))
-            queued.waiting, queued.size, queued.last = [], 0, now
-            queued.awaited = False
+            queued.last = now if queued.events else queued.last
+            queued.waiting, queued.size = [], 0
+            queued.events = queued.awaited = False

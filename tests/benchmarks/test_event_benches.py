@@ -14,6 +14,7 @@ import bench_copy
 import bench_events
 import bench_growth
 import pytest
+from copy_peers import PEERS, Failed
 from event_traffic import MARK_EVERY, batches, churn, mark
 
 from kvshm._base.ids import Epoch, LeaseBit
@@ -89,6 +90,12 @@ def test_churn_leaves_a_table_that_a_replica_of_its_events_equals() -> None:
     assert not bench_events.is_equal(replica, peer), "one too many"
     replica.close()
     table.close()
+
+
+def test_a_peer_that_does_not_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="mooncake_master cannot be started: No such file"):
+        PEERS["mooncake"](tmp_path, 65536, 4, 2)
+    assert set(PEERS) == {"mooncake", "lmcache"}
 
 
 def test_latencies_are_of_all_engines_the_first_and_the_last() -> None:

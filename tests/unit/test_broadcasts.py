@@ -55,6 +55,22 @@ def test_after_a_pause_events_leave_at_once_and_then_what_comes_within_a_moment_
     assert sent.since() == [(TOPIC, [2, 3, 4, 5])]
 
 
+def test_no_events_wait_because_of_a_tick() -> None:
+    sent = Sent()
+    sent.broadcasts.add(TOPIC, events(1), 100.0)
+    sent.broadcasts.send_due(100.0)
+    later = 100.0 + 2 * TIMING.relay_delay_seconds
+    sent.broadcasts.add(TOPIC, gone(2), later)
+    sent.broadcasts.add(TOPIC, events(3), later)
+    sent.broadcasts.send_due(later)
+    assert sent.since() == [(TOPIC, [1]), (TOPIC, [2]), (TOPIC, [3])]
+    sent.broadcasts.add(TOPIC, events(4), later)
+    sent.broadcasts.add(TOPIC, gone(5), later)
+    sent.broadcasts.add(TOPIC, events(6), later)
+    sent.broadcasts.send_due(later)
+    assert sent.since() == [(TOPIC, [4, 5])], "but because of what left with it"
+
+
 def test_events_for_which_an_engine_waits_leave_sooner_with_what_waits() -> None:
     sent = Sent()
     later, sooner = TIMING.relay_delay_seconds, TIMING.awaited_delay_seconds

@@ -158,6 +158,10 @@ def test_events_go_at_once_where_the_thread_has_rested_and_so_it_wakes_no_more_o
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert (session.sent, session.awaited) == ([b"ab"], [False])
     clock.now += 0.9 * TIMING.send_delay_seconds
+    client.send_events(b"so soon")
+    assert woken.pop() == LATER
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
+    clock.now += 0.9 * TIMING.send_delay_seconds
     client._hand_over(session)  # type: ignore[arg-type]  # a tick, or the heartbeat is due
     session.heard_at = clock.now  # others' events came
     clock.now += 0.9 * TIMING.send_delay_seconds
@@ -258,6 +262,8 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     handler = SimpleNamespace(apply=heard.append)
     session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     session._on_joined(JOINED, 0.0)
+    session._pass_on()
+    assert session.heard_at < 0, "no events yet"
     heard.clear()
     for number, size in enumerate((1, MAX_KEPT_BYTES, 1), start=1):
         numbers = {"coordinator_epoch": 1, "sequence": number, "engine_sequence": number}
@@ -265,6 +271,7 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     assert [news.batches for news in heard if isinstance(news, EventBatches)] == [
         [(INFO.epoch, bytes(1)), (INFO.epoch, bytes(MAX_KEPT_BYTES))]
     ]
+    assert session.heard_at == session._clock(), "so the own events may wait for the next ones"
 
 
 def test_what_has_arrived_outlives_the_connection(tmp_path: Path) -> None:
