@@ -123,6 +123,8 @@ class Member:
         self.waiting: list[bytes] = []
         """Batches that are not sent yet."""
         self.send_at: int | None = None
+        self.woke_ns = -(1 << 62)
+        """When its thread last woke up."""
 
     def received(self, frame: bytes) -> None:
         """Take a broadcast, and apply what is new.  Raises ProtocolError if one was lost."""
@@ -192,13 +194,15 @@ class Node:
 
     def _send(self, member: Member, records: bytes) -> None:
         member.waiting.append(records)
-        if member.send_at is None:
-            member.send_at = self._clock.ns + self._delay_ns
-        if not self._delay_ns:
+        rested = self._clock.ns - member.woke_ns >= self._delay_ns
+        if member.send_at is None and rested:
             self._flush(member)
+        elif member.send_at is None:
+            member.send_at = self._clock.ns + self._delay_ns
 
     def _flush(self, member: Member) -> None:
         records, member.waiting, member.send_at = b"".join(member.waiting), [], None
+        member.woke_ns = self._clock.ns
         for start in range(0, len(records), MAX_JOINED_BYTES):
             begun, part = time.thread_time_ns(), records[start : start + MAX_JOINED_BYTES]
             member.sequence += 1
@@ -247,6 +251,7 @@ class Node:
             member.received(frame)
             self.costs.add("apply", begun)
             self.traffic.received_bytes += len(frame)
+            member.woke_ns = self._clock.ns
             if member.send_at is not None:  # its thread is awake: what waits leaves with that
                 member.send_at = self._clock.ns
 
