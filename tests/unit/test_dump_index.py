@@ -148,7 +148,7 @@ def test_a_replica_that_has_grown_is_the_larger_one(dumped, busy):
     row = busy.replica.add_row(Epoch(0xD), "other", 200, LeaseBit(1))
     busy.replica.apply(row, pack_records(records))
     replicas = dumped.report(engine="importer")["replicas"]
-    assert [(r["count"], r["capacity"]) for r in replicas] == [(204, 256)]
+    assert [(r["count"], r["capacity"]) for r in replicas] == [(204, 512)]
 
 
 # -- filters

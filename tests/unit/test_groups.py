@@ -50,7 +50,8 @@ def table() -> Iterator[AnyTable]:
 def record(
     content: int, block: int, group: int, kind: RecordKind = RecordKind.PUBLISH
 ) -> BlockRecord:
-    return BlockRecord(HASHES[content], BlockId(block), Generation(1), 0, kind, group)
+    """As a lookup gives it, too: the depth is the place in the list that is looked up."""
+    return BlockRecord(HASHES[content], BlockId(block), Generation(1), content, kind, group)
 
 
 def found(replica: Replica, content: int, group: int) -> list[BlockRecord]:

@@ -80,7 +80,7 @@ class Model:
         if record.generation < known or (record.generation == known and not retracts):
             return
         adds = record.kind is PUBLISH and place not in self.published()
-        if adds and not self.grows and len(self.published()) >= self.capacity // 8 * 7:
+        if adds and not self.grows and len(self.published()) >= self.capacity // 4 * 3:
             return
         self.heard[place] = (record.generation, record.kind, tag_of(record.block_hash))
 
@@ -104,7 +104,7 @@ class Model:
 
 
 class GrowingIndex(RuleBasedStateMachine):
-    """An index with room for 7 entries at first, which grows as it needs."""
+    """An index with room for 6 entries at first, which grows as it needs."""
 
     grows = True
 
