@@ -182,8 +182,8 @@ class Node:
     def next_due(self) -> int | None:
         sends = [member.send_at for member in self._members.values() if member.send_at is not None]
         relay = self._broadcasts.next_due()
-        if relay != float("inf"):
-            sends.append(int(relay * 1e9) + 1000)  # not before, however it is rounded
+        if relay != math.inf:  # not before it, however it is rounded; -inf: at once
+            sends.append(self._clock.ns if relay == -math.inf else int(relay * 1e9) + 1000)
         return min(sends, default=None)
 
     def deliver(self) -> None:

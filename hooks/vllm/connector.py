@@ -67,7 +67,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares this engine's prefix cache with the other engines of the node."""
 
     _cache_hit_source = CacheHitSource.P2P
-    hook_took: Callable[[str, int], None]
+    hook_took: Callable[[str, int], None] = staticmethod(_nothing)
     """Show tools the time of a hook, by name, that began then (CLOCK_MONOTONIC).  The side's own
     method: one frame less, several times in each step."""
     _quiet = False
@@ -90,7 +90,6 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self.hook_took = _nothing
         admission = admit(config.untested)
         refusal = (
             admission.refusal

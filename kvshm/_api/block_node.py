@@ -253,8 +253,9 @@ def _contents(plan: Plan) -> Iterator[BlockContent]:
     for peer, packed in plan.runs:
         (record,) = unpack_records(packed)
         try:
-            parent = peer.table.slot(record.block_id).parent_tag
+            slot = peer.table.slot(record.block_id)
+            parent, depth = slot.parent_tag, slot.depth
         except (KvshmError, IndexError):  # the load will find the block gone
-            parent = 0
+            parent = depth = 0
         tag = parent.to_bytes(TAG_BYTES, "little")
-        yield BlockContent(BlockHash(record.block_hash), tag, record.depth, record.group)
+        yield BlockContent(BlockHash(record.block_hash), tag, depth, record.group)
