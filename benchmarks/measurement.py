@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def report(benchmark: str, **results: Any) -> None:
 def described(benchmark: str, command: Sequence[str], **results: Any) -> dict[str, Any]:
     """Return what a line of JSON holds: the results with machine, versions, commit, command."""
     found = {"benchmark": benchmark, **results, "machine": _machine(), "versions": _versions()}
-    return {**found, "commit": commit(), "command": " ".join(command)}
+    return {**found, "commit": commit(), "command": shlex.join(command)}
 
 
 def commit(root: Path = ROOT) -> str:

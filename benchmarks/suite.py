@@ -85,12 +85,32 @@ class Bench(NamedTuple):
 
 BENCHES = (
     Bench(
-        "lookup", "quick", 15, "what does it take to look a prefix up among other engines?",
+        "lookup", "quick", 20, "what does it take to look a prefix up among other engines?",
         "benchmarks/bench_lookup.py",
     ),
     Bench(
         "groups", "quick", 5, "what does a lookup over several KV cache groups take?",
         "benchmarks/bench_groups.py",
+    ),
+    Bench(
+        "events", "quick", 35, "how soon do engines hear of each other's blocks?",
+        "benchmarks/bench_events.py visible coordinator --seconds 6",
+    ),
+    Bench(
+        "client", "quick", 30, "what does a busy scheduler lose to the thread that hears of peers?",
+        "benchmarks/bench_client.py --rounds 8",
+    ),
+    Bench(
+        "client-crowd", "quick", 25, "how many records a second does an engine apply?",
+        "benchmarks/bench_client.py --crowd --hz 1000 --records 192 --blocks 125000 --rounds 6",
+    ),
+    Bench(
+        "growth", "quick", 20, "does an index that grows stop anybody?",
+        "benchmarks/bench_growth.py",
+    ),
+    Bench(
+        "copy", "quick", 45, "how fast are blocks copied out of another engine's cache?",
+        "benchmarks/bench_copy.py --rounds 8",
     ),
     Bench(
         "scheduler", "quick", 25, "what is added to vLLM's scheduler?",
@@ -101,53 +121,82 @@ BENCHES = (
         "benchmarks/bench_hooks.py",
     ),
     Bench(
-        "client", "quick", 45, "what does a busy scheduler lose to the thread that hears of peers?",
-        "benchmarks/bench_client.py --rounds 12",
-    ),
-    Bench(
-        "client-crowd", "quick", 30, "how many records a second does an engine apply?",
-        "benchmarks/bench_client.py --crowd --hz 1000 --records 64 --rounds 8",
-    ),
-    Bench(
-        "import", "quick", 180, "when does the first token of an imported prefix come?",
-        "benchmarks/bench_import.py --rounds 6 --lengths 256,1024",
-    ),
-    Bench(
-        "weights", "quick", 40, "what does it take to watch the weights?",
+        "weights", "quick", 35, "what does it take to digest the weights, and to watch them?",
         "benchmarks/bench_weights.py",
     ),
     Bench(
-        "idle", "quick", 90, "how soon do others see an engine's last blocks?",
-        "benchmarks/bench_idle.py --rounds 30",
+        "traces", "quick", 80, "what does sharing find among requests as they really come?",
+        "benchmarks/bench_traces.py --engines 1 2 4 16",
     ),
     Bench(
-        "admission", "quick", 45, "what does it take to find out whether kvshm knows this vLLM?",
-        "benchmarks/bench_admission.py --rounds 20",
-    ),
-    Bench(
-        "eviction", "quick", 10, "which blocks should engines that share drop?",
-        "benchmarks/simulate_eviction.py",
+        "import", "quick", 190, "when does the first token of an imported prefix come?",
+        "benchmarks/bench_import.py --rounds 10",
     ),
     Bench(
         "peer-lookups", "peers", 120, "how long do lookups take in kvshm and in other caches?",
         "benchmarks/bench_peer_lookups.py --lmcache {lmcache} --mooncake {mooncake}",
     ),
     Bench(
-        "load", "peers", 1300, "is sharing worth it under load?",
-        "benchmarks/bench_load.py --rates 12 --lmcache {lmcache} --arms "
-        "plain-rr,plain-affinity,kvshm-rr,kvshm-least,lmcache-least",
+        "copy-peers", "peers", 40, "how fast do other caches bring blocks from a neighbour?",
+        "benchmarks/bench_copy.py --mooncake {mooncake} --rows '64 KiB' '1024 KiB' --threads 1",
+    ),
+    Bench(
+        "import-peers", "peers", 900, "when does the first token come, in kvshm and other caches?",
+        "benchmarks/bench_import.py --rounds 15 --arms kvshm,lmcache,offload+copies,offload "
+        "--lmcache {lmcache}",
+    ),
+    Bench(
+        "load", "peers", 3000, "is sharing worth it under load?",
+        "benchmarks/bench_load.py --rates 4,8,16,24,32,40,56 --seconds 20 --repetitions 2 "
+        "--lmcache {lmcache} --arms plain-rr,plain-affinity,kvshm-rr,kvshm-least,lmcache-least,"
+        "offload+copies-affinity,offload-affinity",
+    ),
+    Bench(
+        "load-engines", "full", 1300, "is sharing worth it among four engines?",
+        "benchmarks/bench_load.py --engines 4 --blocks 130 --rates 4,8,16,32 --seconds 20 "
+        "--repetitions 2",
+    ),
+    Bench(
+        "load-users", "full", 2000, "is sharing worth it for users who come back?",
+        "benchmarks/bench_load.py --users 32 --prefixes 4 --prefix-tokens 512 --tail-tokens 256 "
+        "--answer-tokens 64 --rates 3,6,9 --seconds 40 --repetitions 2 --lmcache {lmcache} "
+        "--arms plain-rr,plain-affinity,kvshm-least,lmcache-least,offload+copies-affinity",
+    ),
+    Bench(
+        "first-tokens", "full", 2000, "when does the first token come, over several starts?",
+        "benchmarks/bench_import.py --starts 3 --rounds 30",
+    ),
+    Bench(
+        "traces-whole", "full", 1800, "what does sharing find in an hour of such requests?",
+        "benchmarks/bench_traces.py --requests 12000 --engines 1 2 4 8 16",
+    ),
+    Bench(
+        "events-overload", "full", 120, "what becomes of more events than a coordinator can relay?",
+        "benchmarks/bench_events.py overload",
     ),
     Bench(
         "restart", "full", 1800, "what does a restart of all engines cost their users?",
         "benchmarks/bench_restart.py --prefixes 64 --extra-gb 0.08",
     ),
     Bench(
-        "transformers", "full", 120, "what is added to transformers' continuous batching?",
-        "benchmarks/bench_transformers.py",
-    ),
-    Bench(
         "faults", "full", 1500, "how long until others do without an engine that died?",
         "benchmarks/bench_faults.py",
+    ),
+    Bench(
+        "idle", "full", 90, "how soon do others see an engine's last blocks?",
+        "benchmarks/bench_idle.py --rounds 30",
+    ),
+    Bench(
+        "admission", "full", 45, "what does it take to find out whether kvshm knows this vLLM?",
+        "benchmarks/bench_admission.py --rounds 20",
+    ),
+    Bench(
+        "eviction", "full", 10, "which blocks should engines that share drop?",
+        "benchmarks/simulate_eviction.py",
+    ),
+    Bench(
+        "transformers", "full", 120, "what is added to transformers' continuous batching?",
+        "benchmarks/bench_transformers.py",
     ),
 )  # fmt: skip
 

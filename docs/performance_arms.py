@@ -104,6 +104,7 @@ def goodput(line: Line) -> str:
         f"{arm_called(arm)} {number(of['best'])}"
         + ("" if of["sustained"] is None else f" (up to {of['sustained']:g} nearly all)")
         for arm, of in line["goodput"].items()
+        if any(TTFT["p50"] in arms.get(arm, {}) for arms in line["rates"].values())
     )
     target = f"{line['target_ms']:g} ms"
     return f"; the most requests/s whose first token came within {target}: {', '.join(each)}"
@@ -173,6 +174,10 @@ def first_token(lines: Lines) -> View:
     }
     ours = [f"{KINDS.get(arm, arm)}: imported" for arm in arms if arm.startswith("kvshm")]
     view = spreads(of, "ms", f"First token of {tokens:,} tokens", ours)
+    failed = [
+        (f"{KINDS.get(arm, arm)}: failed: {why}", *[""] * (len(view.head) - 1))
+        for arm, why in line.get("failed", {}).items()
+    ]
     pays = line["pays_from_tokens"][first]
     values = {
         "tokens": tokens,
@@ -181,9 +186,20 @@ def first_token(lines: Lines) -> View:
         "tail": arms[first]["imported_over_local_hit_p99"],
         "pays_tokens": math.inf if pays is None else pays,
         "pays": "no length" if pays is None else f"{pays:,} tokens",
+        "beside": beside(line, first),
     }
     plots = {**view.plots, "lengths": by_length(line, [*arms])}
-    return View(view.head, view.rows, plots, values)
+    return View(view.head, [*view.rows, *failed], plots, values)
+
+
+def beside(line: Line, first: str) -> str:
+    """How long the first arm's imports take, of the others', in words."""
+    ratios = {arm: line.get("imported", {}).get(f"{first}_over_{arm}") for arm in line["arms"]}
+    return ", ".join(
+        f"{of['median']:.2f} [{of['low']:.2f}, {of['high']:.2f}] of {KINDS.get(arm, arm)}"
+        for arm, of in ratios.items()
+        if of
+    )
 
 
 def by_length(line: Line, arms: Sequence[str]) -> Curves:

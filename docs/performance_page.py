@@ -149,7 +149,7 @@ def targets(wanted: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> I
         met = value <= limit if sign == "at_most" else value >= limit
         why = f": {target['missed']}" if "missed" in target else ""
         said = "met" if met else f"**missed**{why}"
-        bound = f"{SIGNS[sign]} {limit:,g} {target['unit']}"
+        bound = f"{SIGNS[sign]} {limit:,.10g} {target['unit']}"
         rows.append((target["what"], bound, f"{number(value)} {target['unit']}", said))
     if rows:
         yield table([("target", "", "measured", ""), *rows])

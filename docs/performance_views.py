@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from performance_arms import first_token, load, restart
-from performance_plots import Dots, Row
-from performance_view import PERCENTILES, Lines, View, number, spreads
+from performance_plots import Curves, Dots, Row
+from performance_traces import traces
+from performance_view import PERCENTILES, Line, Lines, View, number, spreads
 
 # -- lookups
 
@@ -98,17 +99,129 @@ def hooks(lines: Lines) -> View:
     return spreads(of, "%", "Share of a step in kvshm's hooks")
 
 
-def client(lines: Lines) -> View:
+# -- what engines tell each other, and copy
+
+SENT = {
+    "rare": "ten a second",
+    "rare_awaited": "ten a second, awaited",
+    "busy": "a hundred a second",
+}
+KNOWN = {"all": "known", "first": "known to the first", "last": "known to the last"}
+
+
+def events(lines: Lines) -> View:
+    by_row = {line["row"]: line for line in lines}
     of = {
-        "with traffic": lines[-1]["lost_percent"],
-        "without": lines[-1]["lost_percent_quiet"],
+        f"{how}: {called}": by_row["visible"][kind][who]
+        for kind, how in SENT.items()
+        for who, called in KNOWN.items()
     }
-    return spreads(of, "%", "What a busy scheduler loses", ["with traffic"])
+    view = spreads(of, "µs", "Until other engines know of a block")
+    return View(view.head, view.rows, view.plots, by_row)
+
+
+def events_overload(lines: Lines) -> View:
+    """The trials on the way to the capacity, and what happens at twice of it."""
+    line = lines[-1]
+    head = (
+        "offered, records/s",
+        "sent, records/s",
+        "lost",
+        "coordinator, cores",
+        "equal after, ms",
+    )
+    rows = []
+    for one in (*line["trials"], line):
+        sent = (one["sent"] + one["dropped"]) / one["seconds"]
+        lost, equal = (f"{one[what]:,}" for what in ("lost", "equal_after_ms"))
+        rows.append((f"{one['offered']:,}", number(sent), lost, number(one["cores"]), equal))
+    return View(head, rows)
+
+
+def client(lines: Lines) -> View:
+    parts = {
+        "client_percent": "the thread that hears, and with it the GIL",
+        "lost_percent": "with libzmq's thread",
+        "lost_percent_quiet": "the same without traffic",
+    }
+    of = {called: lines[-1][name] for name, called in parts.items()}
+    ours = [called for called in of if "without" not in called]
+    return spreads(of, "%", "What a busy scheduler loses", ours)
 
 
 def client_crowd(lines: Lines) -> View:
     of = {"applied to the replica": lines[-1]["records_heard_per_second"]}
     return spreads(of, "records/s", "Records that a busy engine hears")
+
+
+ALONE = "nothing is applied"
+GROWING = {
+    "alone": ALONE,
+    "applying": "records are applied, between two growths",
+    "growing": "the index grows",
+}
+
+
+def growth(lines: Lines) -> View:
+    of = {called: lines[-1]["stall_ms"][when] for when, called in GROWING.items()}
+    view = spreads(of, "ms", "")
+    dots = [
+        Row(called, {"p50": one["p50"], "p99": one["p99"], "longest": one["max"]}, called != ALONE)
+        for called, one in of.items()
+    ]
+    plot = Dots("A round of the scheduler's calls", "ms", dots)
+    values = {"longest_growth": max(lines[-1]["grown_ms"])}
+    return View(view.head, view.rows, {"": plot}, values)
+
+
+COPIES = {"memcpy": "memcpy", "kvshm": "kvshm", "index": "index", "index_copy": "index_copy"}
+LEAST_FRAGMENT = 64 << 10
+"""From which on the target counts."""
+PEERS_CALLED = {"mooncake": "Mooncake's client", "lmcache": "LMCache"}
+
+
+def copy(lines: Lines) -> View:
+    """GB/s of each way, and its share of memcpy's; other caches' rows have one way only."""
+    ours = [line for line in lines if "share" in line]
+    ways = [way for way in COPIES if way in ours[0]["gb_per_second"]]
+    head = ("GB/s, p50 (of memcpy)", *ways, "kvshm, memory's first touch")
+    rows = [
+        (
+            f"{line['row']}, {line['threads']} thread{'s' * (line['threads'] > 1)}",
+            *(copied(line, way) for way in ways),
+            number(min(one["first"] for one in line["first_touch_gb_per_second"])),
+        )
+        for line in ours
+    ]
+    series: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        for way, speed in line.get("gb_per_second", {}).items():
+            # Of groups and states no size says how they lie; two threads are in the table.
+            if line.get("threads", 1) == 1 and line["row"] not in ("groups", "states"):
+                point = (line["fragment"] / 1024, speed["p50"])
+                series.setdefault(PEERS_CALLED.get(way, way), []).append(point)
+    for line in lines:
+        if "share" not in line:
+            label = f"{PEERS_CALLED[line['row']]}, {line['fragment'] // 1024} KiB"
+            rows.append(other_cache(label, line, len(head)))
+    counted = [line["share"]["kvshm"]["p50"] for line in ours if line["fragment"] >= LEAST_FRAGMENT]
+    curves = Curves("Copies from another process", "KiB of a fragment", "GB/s", series, log=True)
+    return View(head, rows, {"": curves}, {"least": min(counted)})
+
+
+def copied(line: Line, way: str) -> str:
+    speed = number(line["gb_per_second"][way]["p50"])
+    return f"{speed} ({100 * line['share'][way]['p50']:.0f} %)" if way in line["share"] else speed
+
+
+def other_cache(label: str, line: Line, cells: int) -> tuple[str, ...]:
+    if "failed" in line:
+        return (f"{label}: failed: {line['failed']}", *[""] * (cells - 1))
+    speed = number(line["gb_per_second"][line["row"]]["p50"])
+    return (f"{label}: {speed}", *[""] * (cells - 1))
+
+
+# -- what is added to an engine, once and in turns
 
 
 def idle(lines: Lines) -> View:
@@ -129,9 +242,12 @@ def weights(lines: Lines) -> View:
             of[f"a look at all {at}"] = line["all"]
             of[f"a step without the witness; {at}"] = line["step"]["without"]
             of[f"a step with the witness; {at}"] = line["step"]["with"]
-    values = {line["model"]: line for line in lines if "model" in line}
+    values = {line.get("model", line["benchmark"]): line for line in lines}
+    projected = [
+        f"{seconds:g} s for {size} GB" for size, seconds in values["start"]["projected_s"].items()
+    ]
     view = spreads(of, "ms", "The witness of the weights", [k for k in of if "without" not in k])
-    return View(view.head, view.rows, view.plots, {**values, "calls": lines[-1]})
+    return View(view.head, view.rows, view.plots, {**values, "projected": ", ".join(projected)})
 
 
 ADMISSIONS = {
@@ -197,15 +313,26 @@ def faults(lines: Lines) -> View:
 
 VIEWS: dict[str, Callable[[Lines], View]] = {
     "load": load,
+    "load-engines": load,
+    "load-users": load,
     "restart": restart,
     "import": first_token,
+    "import-peers": first_token,
+    "first-tokens": first_token,
     "lookup": lookup,
     "peer-lookups": peer_lookups,
     "groups": groups,
     "scheduler": scheduler,
     "hooks": hooks,
+    "events": events,
+    "events-overload": events_overload,
     "client": client,
     "client-crowd": client_crowd,
+    "growth": growth,
+    "copy": copy,
+    "copy-peers": copy,
+    "traces": traces,
+    "traces-whole": traces,
     "idle": idle,
     "weights": weights,
     "admission": admission,

@@ -1,9 +1,9 @@
-# What benchmarks/suite.py lists, and docs/performance.md of what it has found: also of runs that
-# have failed, which the page says.
+# What benchmarks/suite.py lists, and the pages that state what it has found, as `make docs` writes
+# them: also of runs that have failed, which the page says.
 
 define suite
 failed=0; $(PYTHON) benchmarks/suite.py $(1) || failed=$$?; \
-	$(PYTHON) docs/performance_page.py || failed=$$?; exit $$failed
+	$(MAKE) --no-print-directory docs || failed=$$?; exit $$failed
 endef
 
 .PHONY: bench bench-peers bench-full bench-peers-needs
@@ -13,7 +13,7 @@ bench: $(ENGINE) $(KVSHM) ## what kvshm costs and brings, in ten minutes, and th
 bench-peers: bench-peers-needs $(ENGINE) $(KVSHM) $(LMCACHE) $(MOONCAKE) ## the same beside LMCache and Mooncake, over loopback only; needs root or user namespaces
 	$(call suite,peers)
 
-bench-full: $(ENGINE) $(KVSHM) ## what takes long: restarts, faults
+bench-full: $(ENGINE) $(KVSHM) $(LMCACHE) ## what takes long: users, four engines, restarts, faults
 	$(call suite,full)
 
 bench-peers-needs:
