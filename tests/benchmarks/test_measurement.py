@@ -62,10 +62,10 @@ def test_a_line_says_where_with_what_and_how(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measurement, "commit", lambda: "c0ffee")
-    monkeypatch.setattr("sys.argv", ["bench_this.py", "--rounds", "3"])
+    monkeypatch.setattr("sys.argv", ["bench_this.py", "--rows", "64 KiB"])
     report("this", milliseconds=percentiles([1, 2]))
     line = json.loads(capsys.readouterr().out)
     assert (line["benchmark"], line["milliseconds"]["n"], line["commit"]) == ("this", 2, "c0ffee")
-    assert line["command"].endswith(" bench_this.py --rounds 3")
+    assert line["command"].endswith(" bench_this.py --rows '64 KiB'")
     assert {*line["machine"]} == {"cpu", "cores", "kernel", "load"}
     assert "python" in line["versions"]

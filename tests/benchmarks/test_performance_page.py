@@ -102,7 +102,7 @@ def test_a_target_is_met_or_missed_with_its_reason() -> None:
 
 
 def test_prose_that_asks_for_what_is_not_there_is_no_page() -> None:
-    section = {"results": "lookup", "title": "", "question": "", "text": "{line[nothing]}"}
+    section = {"results": "groups", "title": "", "question": "", "text": "{line[nothing]}"}
     with pytest.raises(KeyError, match="nothing"):
         made(RESULTS, {**TEXT, "section": [section]})
 

@@ -111,11 +111,161 @@ FAULTS = [
     {"row": "importer-killed", "all are free": spread(13.4), "jitter_ms": JITTER, **ORIGIN},
     {"row": "exporter-killed", "no lease succeeds": spread(1.9), "jitter_ms": JITTER, **ORIGIN},
 ]
+USERS = {"users": 32, "prefixes": 4, "prefix_tokens": 512, "tail_tokens": 256, "answer_tokens": 64}
+LOAD_USERS = [*LOAD[:-1], {**LOAD[-1], "traffic": USERS}]
+LOAD_ENGINES = [*LOAD[:-1], {**LOAD[-1], "engines": 4}]
+IMPORT_PEERS = [
+    {
+        **IMPORT[0],
+        "imported": {"kvshm_over_lmcache": RATIO, "kvshm_over_offload": {}},
+        "failed": {"offload": "RuntimeError: no GPU"},
+    }
+]
+FIRST_TOKENS = [{**IMPORT[0], "starts": 3, "rounds": 30}]
+LOOKED_UP = {
+    "engines": 8, "blocks": 125_000,
+    **{name: spread(3) for name in ("lookup", "planner", "leased", "cooled", "nobody has it")},
+}  # fmt: skip
+LOOKUP = [
+    *({"keys": keys, **LOOKED_UP} for keys in (64, 512, 4096)),
+    {
+        "keys": 512,
+        "engines": 8,
+        "blocks": 125_000,
+        "alone": spread(18),
+        "beside_writer": spread(24),
+        "written_per_second": 900_000,
+        "p99_over_p50": 4.0,
+        "two_over_one": 1.9,
+        **ORIGIN,
+    },
+]
+VISIBLE = {"all": spread(250), "first": spread(200), "last": spread(300), "never": 0}
+EVENTS = [
+    {"row": "visible", "subscribers": 8, "rare": VISIBLE, "rare_awaited": VISIBLE, "busy": VISIBLE},
+    {
+        "row": "coordinator",
+        "engines": 16,
+        "subscribers": 16,
+        "cores": spread(0.3),
+        "records_per_second": 160_000,
+        **ORIGIN,
+    },
+]
+SAID = {"sent": 600, "dropped": 200, "seconds": 2.0, "cores": 0.5, "equal_after_ms": 1234}
+OVERLOAD = [
+    {
+        "engines": 16, "capacity": 300, "offered": 600, "lost": 77, "scans": 5,
+        "trials": [{"offered": 300, "lost": 0, **SAID}], **SAID, **ORIGIN,
+    }
+]  # fmt: skip
+CLIENT = [
+    {
+        "engines": 8, "hz": 1000.0, "records": 192, "blocks": 125_000,
+        "records_per_second": 1.5e6, "records_heard_per_second": spread(1.25e6),
+        "lost_percent": spread(1.4), "client_percent": spread(0.8),
+        "lost_percent_quiet": spread(0.1), "wakeups_per_second": spread(20),
+        "ns_per_record": spread(150), "known_ms": spread(80), **ORIGIN,
+    }
+]  # fmt: skip
+STALLS = {when: spread(1) for when in ("alone", "applying", "growing")}
+GROWTH = [
+    {"entries": 4_000_000, "stall_ms": STALLS, "longest_ms": 4.5, "grown_ms": [1, 900], **ORIGIN}
+]
+
+
+def copied(row: str, fragment: int, threads: int, share: float) -> dict[str, Any]:
+    return {
+        "row": row, "fragment": fragment, "threads": threads,
+        "first_touch_gb_per_second": [{"first": 1.5, "second": 6}, {"first": 1.25, "second": 6}],
+        "gb_per_second": {"memcpy": spread(8), "kvshm": spread(8 * share)},
+        "share": {"kvshm": spread(share)}, **ORIGIN,
+    }  # fmt: skip
+
+
+COPY = [
+    copied("16 KiB", 1 << 14, 1, 0.5),
+    copied("64 KiB", 1 << 16, 1, 0.75),
+    copied("64 KiB", 1 << 16, 2, 0.875),
+    copied("groups", 1 << 16, 1, 0.95),
+]
+MOONCAKE = {"row": "mooncake", "fragment": 1 << 16, **ORIGIN}
+COPY_PEERS = [
+    *COPY,
+    {**MOONCAKE, "gb_per_second": {"mooncake": spread(3)}},
+    {**MOONCAKE, "failed": "it does not serve"},
+]
+
+
+def replayed(engines: int, mode: str, hit: float) -> dict[str, Any]:
+    parts = {"core": {"apply": {"us_per_request": 10.0 * engines}}} if mode == "kvshm" else {}
+    return {
+        "engines": engines, "routing": "rr", "mode": mode, "requests": 1200, "hit": hit,
+        "imported_bytes": 5e9, "first_token_s": spread(hit), "trace": "drawn",
+        "unlimited_hit": 0.56, "node": {"blocks": 8192, "tokens_per_second": 60_000.0}, **parts,
+    }  # fmt: skip
+
+
+FOUND = {"alone": 0.25, "kvshm": 0.48, "ideal": 0.5}
+COSTS = {
+    "apply": {"exponent": 1.0, "points": [[1, 10.0], [4, 40.0]]},
+    "lookup": {"exponent": None, "points": [[1, 3.0]]},
+    "events received, bytes": {"exponent": 1.5, "points": [[1, 100], [4, 800]]},
+}
+TRACES = [
+    *(replayed(1, mode, 0.5) for mode in FOUND),
+    *(replayed(4, mode, hit) for mode, hit in FOUND.items()),
+    {"benchmark": "traces_modes", "engines": 4, "routing": "rr", "hit": FOUND},
+    {"benchmark": "traces_growth", "by": "engines", "costs": COSTS, **ORIGIN},
+]
+STEP = {"without": spread(1), "with": spread(2)}
+LOOKS = {"benchmark": "weights", "all": spread(3), "step": STEP}
+WEIGHTS = [
+    {**LOOKS, "model": "small", "tensors": 704, "share_percent": 0.06, "samples": 170},
+    {"benchmark": "calls", "more_ns": 200.0},
+    {
+        "benchmark": "start",
+        "digest_gb_per_s": spread(8.0),
+        "read_gb_per_s": spread(9.0),
+        "digest_over_read": 0.89,
+        "projected_s": {"1": 0.12, "70": 8.75},
+        **ORIGIN,
+    },
+]
 
 
 @pytest.mark.parametrize(
     ("name", "lines", "row"),
     [
+        ("load-users", LOAD_USERS, "32 users begin with one of 4 prompts of 512 tokens, ask with"),
+        ("load-engines", LOAD_ENGINES, "4 engines, each with room for 3 of 24 prefixes"),
+        ("import-peers", IMPORT_PEERS, "imports take 1.04 [1.01, 1.08] of LMCache, at the median"),
+        ("import-peers", IMPORT_PEERS, "| vLLM's offloading: failed: RuntimeError: no GPU |  |"),
+        ("first-tokens", FIRST_TOKENS, "3 starts of 30 rounds."),
+        ("lookup", LOOKUP, "| 4,096: cooled | 3.00 | 9.00 |"),
+        ("lookup", LOOKUP, "| 512 hashes, by the planner (p50) | ≤ 20 µs | 3.00 µs | met |"),
+        ("lookup", LOOKUP, "| beside a writer (p99), of the median without one | ≤ 3 times | 4.00"),
+        ("events", EVENTS, "| a hundred a second: known to the last | 300 | 900 |"),
+        ("events", EVENTS, "| all, ten a second (p99) | ≤ 3,000 µs | 750 µs | met |"),
+        ("events", EVENTS, "| the coordinator (p50) | ≤ 1 cores | 0.300 cores | met |"),
+        ("events-overload", OVERLOAD, "| 300 | 400 | 0 | 0.500 | 1,234 |"),
+        ("events-overload", OVERLOAD, "77 of 600 records were lost"),
+        ("client", CLIENT, "| lost to the GIL (p50) | ≤ 1 % | 0.800 % | met |"),
+        ("client-crowd", CLIENT, "| ≥ 1,000,000 records/s | 1,250,000 records/s | met |"),
+        ("growth", GROWTH, "| ≤ 5 ms | 4.50 ms | met |"),
+        ("growth", GROWTH, "itself takes up to 900 ms"),
+        ("copy", COPY, "| 64 KiB, 2 threads | 8.00 | 7.00 (88 %) | 1.25 |"),
+        ("copy", COPY, "| ≥ 0.9 of it | 0.750 of it | **missed**"),
+        ("copy-peers", COPY_PEERS, "| Mooncake's client, 64 KiB: 3.00 |"),
+        ("copy-peers", COPY_PEERS, "| Mooncake's client, 64 KiB: failed: it does not serve |"),
+        ("traces", TRACES, "| 4 engines, round robin | 25.0 % | 48.0 % | 50.0 % | 96.0 % |"),
+        ("traces", TRACES, "| ≥ 0.97 of it | 0.960 of it | **missed**"),
+        ("traces", TRACES, "take 40 µs of a core for a request among 4 engines"),
+        ("traces", TRACES, "with engines apply 1.00, events received, bytes 1.50."),
+        ("traces-whole", TRACES, "1,200 requests. With unlimited room 56 % of"),
+        ("weights", WEIGHTS, "at 8.00 GB/s on one core, which reads memory at 9.00 GB/s"),
+        ("weights", WEIGHTS, "0.12 s for 1 GB, 8.75 s for 70 GB of weights"),
+        ("weights", WEIGHTS, "costs 200 ns more"),
         ("load", LOAD, "| no sharing, round robin | 3.00; 1.50 [1.25, 1.75] |"),
         ("load", LOAD, "| vLLM's offloading, round robin: failed: no GPU |  |"),
         ("load", LOAD, "within 500 ms: kvshm, round robin 5.25 (up to 3 nearly all), no sharing"),
@@ -140,8 +290,9 @@ def test_what_takes_long_has_its_section(name: str, lines: list[dict[str, Any]],
         in (found.page)
     )
     assert "jitter" not in found.page
-    more = {"load": ["load-rates"], "import": ["import-lengths"]}
-    assert [*found.plots] == [name, *more.get(name, ())]
+    more = {VIEWS["load"]: ["rates"], VIEWS["import"]: ["lengths"], VIEWS["traces"]: ["engines"]}
+    first = [] if name == "events-overload" else [name]
+    assert [*found.plots] == [*first, *(f"{name}-{each}" for each in more.get(VIEWS[name], ()))]
     for plot in found.plots.values():
         assert draw(plot)
 
@@ -165,6 +316,30 @@ def test_lengths_are_those_of_all_prefixes() -> None:
         "kvshm: imported": [(256, 10), (3456, 41)],
         "LMCache: imported": [(256, 20), (3456, 81)],
     }
+
+
+def test_copies_are_drawn_over_the_size_of_fragments_with_one_thread() -> None:
+    """Groups' and states' speed does not follow from that size, and a peer's row has one way."""
+    curves = VIEWS["copy-peers"](COPY_PEERS).plots[""]
+    assert isinstance(curves, Curves)
+    assert curves.series == {
+        "memcpy": [(16, 8), (64, 8)], "kvshm": [(16, 4), (64, 6)], "Mooncake's client": [(64, 3)],
+    }  # fmt: skip
+
+
+def test_costs_are_drawn_where_they_grow_with_something() -> None:
+    curves = VIEWS["traces"](TRACES).plots["engines"]
+    assert isinstance(curves, Curves)
+    assert curves.series == {"apply (1.0)": [(1, 10.0), (4, 40.0)]}
+    assert curves.log
+
+
+def test_an_arm_that_always_failed_has_no_goodput() -> None:
+    line = LOAD[-1]
+    never = {"offload-rr": {"best": 0, "sustained": None}}
+    told = load([*LOAD[:-1], {**line, "goodput": {**line["goodput"], **never}}]).values["goodput"]
+    assert "kvshm, round robin 5.25" in told
+    assert "offloading" not in told
 
 
 def test_the_page_says_where_others_are_faster() -> None:

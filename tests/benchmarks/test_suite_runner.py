@@ -9,12 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_import
+import bench_load
+import bench_traces
 import pytest
 import suite
 from suite import BENCHES, RESULTS, SETS, Bench, Peer, run, run_all
 
 TREE = Path(__file__).parents[2]
-LONG_ENOUGH = 300.0
+OPTIONS = {
+    "benchmarks/bench_import.py": bench_import._options,
+    "benchmarks/bench_load.py": bench_load._options,
+    "benchmarks/bench_traces.py": lambda: bench_traces.options_of(sys.argv[1:]),
+}
+"""Of the programs that run longest, what refuses what would fail after minutes."""
 GOOD = "print('{\"benchmark\": \"good\", \"n\": 1}'); print('no result'); print('{no result')"
 BAD = f"import sys; {GOOD}; sys.exit({str(TREE)!r} + '/secret: it broke')"
 
@@ -68,6 +76,19 @@ def test_what_the_table_names_is_there() -> None:
     assert sum(each.seconds for each in BENCHES if each.set == "quick") <= 600
 
 
+@pytest.mark.parametrize("row", [b.name for b in BENCHES if b.arguments()[0] in OPTIONS])
+def test_what_runs_long_takes_its_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: str
+) -> None:
+    (tmp_path / "lmcache" / "lmcache").mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.chdir(TREE)
+    (each,) = (bench for bench in BENCHES if bench.name == row)
+    arguments = each.arguments()
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert OPTIONS[arguments[0]]()
+
+
 def test_every_file_of_results_has_its_row() -> None:
     names = {path.name.removesuffix(".jsonl") for path in RESULTS.iterdir()}
     assert names
@@ -78,7 +99,7 @@ def test_every_file_of_results_has_its_row() -> None:
     ("arguments", "said"),
     [
         (["nothing"], "invalid choice: 'nothing'"),
-        (["full", "--only", "lookup"], "full has restart"),
+        (["full", "--only", "lookup"], "full has load-engines"),
     ],
     ids=str,
 )
