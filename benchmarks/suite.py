@@ -109,7 +109,7 @@ BENCHES = (
         "benchmarks/bench_growth.py",
     ),
     Bench(
-        "copy", "quick", 45, "how fast are blocks copied out of another engine's cache?",
+        "copy", "quick", 40, "how fast are blocks copied out of another engine's cache?",
         "benchmarks/bench_copy.py --rounds 8",
     ),
     Bench(
@@ -125,12 +125,12 @@ BENCHES = (
         "benchmarks/bench_weights.py",
     ),
     Bench(
-        "traces", "quick", 80, "what does sharing find among requests as they really come?",
+        "traces", "quick", 60, "what does sharing find among requests as they really come?",
         "benchmarks/bench_traces.py --engines 1 2 4 16",
     ),
     Bench(
-        "import", "quick", 190, "when does the first token of an imported prefix come?",
-        "benchmarks/bench_import.py --rounds 10",
+        "import", "quick", 180, "when does the first token of an imported prefix come?",
+        "benchmarks/bench_import.py --rounds 10 --lengths 128,256,1024",
     ),
     Bench(
         "peer-lookups", "peers", 120, "how long do lookups take in kvshm and in other caches?",

@@ -18,6 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 WIDTH_INCHES, ROW_INCHES, LINES_INCHES = 5.0, 0.46, 3.0
+LEGEND_INCHES = {1: 0.22, 2: 0.15}
+"""For each series, by columns."""
+LONG_NAME = 22
+"""Letters of a series' name: of longer ones the figure is not wide enough for two columns."""
 FONT_POINTS = 10.5
 INK, FAINT, PAPER = "#1a1a1a", "#8c8c8c", "#ffffff"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -142,7 +146,8 @@ def _written(value: float, _: object) -> str:
 
 
 def _curves(plot: Curves) -> Figure:
-    figure, axes = _figure(plot.title, LINES_INCHES + 0.15 * len(plot.series))
+    columns = 1 if max(map(len, plot.series)) > LONG_NAME else 2
+    figure, axes = _figure(plot.title, LINES_INCHES + LEGEND_INCHES[columns] * len(plot.series))
     for number, (name, points) in enumerate(plot.series.items()):
         x, y = zip(*points, strict=True)
         axes.plot(
@@ -161,5 +166,5 @@ def _curves(plot: Curves) -> Figure:
             _log(axis, math.log10(high / low))
     axes.set_xlabel(plot.x)
     axes.set_ylabel(plot.y)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
     return figure

@@ -18,6 +18,8 @@ from suite import BENCHES
 
 TEXT = tomllib.loads(PROSE.read_text("utf-8"))
 RESULTS = read()
+LETTER_POINTS = 5.0
+"""At least, on the average."""
 LEAST_PIXELS, PHONE_PIXELS, MARGINS = 9.0, 390, 32
 
 
@@ -138,6 +140,16 @@ def test_a_plot_can_be_read_on_a_phone(plot: Plot) -> None:
     sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawn)]
     assert len(sizes) > 8
     assert min(sizes) / 0.75 * scale >= LEAST_PIXELS
+
+
+def test_long_names_of_series_are_not_cut_off() -> None:
+    names = [f"vLLM's offloading, CPU copies, {n}, prefix affinity" for n in range(6)]
+    drawn = draw(CURVES._replace(series={name: [(1, 2), (1000, 4)] for name in names}))
+    (width,) = re.findall(r'<svg [^>]*width="([\d.]+)pt"', drawn)
+    found = re.findall(r'<text [^>]* x="(-?[\d.]+)"[^>]*>([^<]*affinity)<', drawn)
+    assert [name for _, name in found] == names
+    for left, name in found:
+        assert 0 < float(left) < float(width) - LETTER_POINTS * len(name)
 
 
 def luminance(colour: str) -> float:
