@@ -137,7 +137,7 @@ BENCHES = (
         "benchmarks/bench_peer_lookups.py --lmcache {lmcache} --mooncake {mooncake}",
     ),
     Bench(
-        "copy-peers", "peers", 40, "how fast do other caches bring blocks from a neighbour?",
+        "copy-peers", "peers", 20, "how fast do other caches bring blocks from a neighbour?",
         "benchmarks/bench_copy.py --mooncake {mooncake} --rows '64 KiB' '1024 KiB' --threads 1",
     ),
     Bench(
@@ -171,7 +171,7 @@ BENCHES = (
         "benchmarks/bench_traces.py --requests 12000 --engines 1 2 4 8 16",
     ),
     Bench(
-        "events-overload", "full", 120, "what becomes of more events than a coordinator can relay?",
+        "events-overload", "full", 60, "what becomes of more events than a coordinator can relay?",
         "benchmarks/bench_events.py overload",
     ),
     Bench(

@@ -264,7 +264,7 @@ WEIGHTS = [
         ("traces", TRACES, "with engines apply 1.00, events received, bytes 1.50."),
         ("traces-whole", TRACES, "1,200 requests. With unlimited room 56 % of"),
         ("weights", WEIGHTS, "at 8.00 GB/s on one core, which reads memory at 9.00 GB/s"),
-        ("weights", WEIGHTS, "0.12 s for 1 GB, 8.75 s for 70 GB of weights"),
+        ("weights", WEIGHTS, "0.12 s for 1 GB, 8.75 s for 70 GB of a rank's"),
         ("weights", WEIGHTS, "costs 200 ns more"),
         ("load", LOAD, "| no sharing, round robin | 3.00; 1.50 [1.25, 1.75] |"),
         ("load", LOAD, "| vLLM's offloading, round robin: failed: no GPU |  |"),
