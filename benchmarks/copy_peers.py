@@ -17,9 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lmcache_store import lmcache_store
-from local_node import free_port
-
 CLIENT_SECONDS = 90.0
 START_SECONDS = 20.0
 POOL_FACTOR = 4
@@ -63,6 +60,8 @@ def run_client(name: str, folder: Path, numbers: list[int]) -> list[float]:
 
 
 def mooncake(folder: Path, size: int, count: int, rounds: int) -> list[float]:
+    from local_node import free_port  # of examples, which bench_copy.py finds once it runs
+
     master, metrics, serves = free_port(), free_port(), free_port()
     nbytes = POOL_FACTOR * size * count
     with _program(
@@ -146,6 +145,8 @@ def _expect(result: Any, what: str) -> None:
 
 def lmcache(folder: Path, size: int, count: int, rounds: int) -> list[float]:
     """Only whether its server starts: nothing but an engine's connector has it copy."""
+    from lmcache_store import lmcache_store  # it needs examples, too
+
     try:
         with lmcache_store(folder, max(1, POOL_FACTOR * size * count >> 30)):
             pass

@@ -137,8 +137,9 @@ BENCHES = (
         "benchmarks/bench_peer_lookups.py --lmcache {lmcache} --mooncake {mooncake}",
     ),
     Bench(
-        "copy-peers", "peers", 20, "how fast do other caches bring blocks from a neighbour?",
-        "benchmarks/bench_copy.py --mooncake {mooncake} --rows '64 KiB' '1024 KiB' --threads 1",
+        "copy-peers", "peers", 45, "how fast do other caches bring blocks from a neighbour?",
+        "benchmarks/bench_copy.py --mooncake {mooncake} --lmcache {lmcache} "
+        "--rows '64 KiB' '1024 KiB' --threads 1",
     ),
     Bench(
         "import-peers", "peers", 900, "when does the first token come, in kvshm and other caches?",
