@@ -8,6 +8,7 @@ relays them.  What is left out: sockets, ticks, heartbeats, and the check of a t
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
