@@ -59,11 +59,11 @@ class Timing:
 
     # -- events
 
-    send_delay_seconds: float = 0.06
+    send_delay_seconds: float = 0.048
     """How long events wait in the engine, unless its client's thread has rested for as long before:
     longer than ``relay_delay_seconds``, so that others' events wake that thread first, and the own
     ones leave with that wake-up."""
-    relay_delay_seconds: float = 0.05
+    relay_delay_seconds: float = 0.04
     """How long events wait in the coordinator after the last broadcast of their topic."""
     awaited_delay_seconds: float = 0.02
     """The same for events of which an engine has given a receipt."""
