@@ -224,7 +224,7 @@ class SchedulerHalf:
         if self._run_dir is not None:
             try:
                 clear(self._run_dir, self._config.namespace, patience=1.0)
-            except (KvshmError, OSError) as exc:
+            except (KvshmError, OSError, ValueError) as exc:
                 log.line(CoreLine.NOT_CLEANED, exc)
 
     def forget_in_child(self) -> None:
@@ -260,7 +260,8 @@ class SchedulerHalf:
                     wanted.ranks,
                     run_dir,
                 )
-            except (KvshmError, OSError) as exc:  # for example, no memory or threads left
+            # For example, no memory or threads left, or more blocks than a table can have.
+            except (KvshmError, OSError, ValueError) as exc:
                 level = logging.DEBUG if self.failed else logging.WARNING
                 log.line(CoreLine.NOT_SHARING_NOW, exc, level=level)
                 state = None

@@ -105,16 +105,16 @@ PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count)
 
 /* -- words ----------------------------------------------------------------------------------- */
 
-/* Take a segment and up to MOST_WORDS words from the stack: the most frequent calls of all, of which
- * PyArg_ParseTuple would take half.  False with an exception. */
+/* Take a segment and `count` words from the stack, MOST_WORDS at most: the most frequent calls of all,
+ * of which PyArg_ParseTuple would take half.  False with an exception. */
 enum { MOST_WORDS = 8 };
 
-static bool take_words(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t least,
+static bool take_words(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t count,
                        Py_buffer *segment, int flags, uint64_t *words)
 {
-    if (given < 1 + least || given > 1 + MOST_WORDS)
-        return PyErr_Format(PyExc_TypeError, "%s takes a buffer and %zd numbers, not %zd", name,
-                            least, given - 1) != NULL;
+    if (given != 1 + count)
+        return PyErr_Format(PyExc_TypeError, "%s takes a buffer and %zd numbers, not %zd arguments",
+                            name, count, given) != NULL;
     if (PyObject_GetBuffer(args[0], segment, flags) < 0)
         return false;
     for (Py_ssize_t i = 1; i < given; i++) {
@@ -149,10 +149,11 @@ static PyObject *native_add(PyObject *module, PyObject *const *args, Py_ssize_t 
 {
     BUFFER(segment);
     uint64_t words[MOST_WORDS], before = 0, first = 0;
-    if (!take_words("add", args, given, 2, &segment, PyBUF_WRITABLE, words))
+    Py_ssize_t count = given > 1 + MOST_WORDS ? MOST_WORDS : given < 3 ? 2 : (given - 1) / 2 * 2;
+    if (!take_words("add", args, given, count, &segment, PyBUF_WRITABLE, words))
         return NULL;
     int64_t status = KVSHM_OK;
-    for (Py_ssize_t i = 0; i + 1 < given - 1 && status >= 0; i += 2) {
+    for (Py_ssize_t i = 0; i < count && status >= 0; i += 2) {
         status = kvshm_add(segment_of(&segment), words[i], words[i + 1], &before);
         first = i ? first : before;
     }
@@ -174,8 +175,6 @@ static PyObject *native_hook_took(PyObject *module, PyObject *const *args, Py_ss
 {
     BUFFER(taken);
     uint64_t words[MOST_WORDS];
-    if (given != 5)
-        return PyErr_Format(PyExc_TypeError, "hook_took takes 5 arguments, not %zd", given);
     if (!take_words("hook_took", args, given, 4, &taken, PyBUF_WRITABLE, words))
         return NULL;
     struct timespec time;

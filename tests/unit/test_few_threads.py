@@ -129,6 +129,22 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
     assert sum("not sharing the prefix cache" in line for line in reported) == 1
 
 
+def test_an_engine_of_more_blocks_than_a_table_can_have_shares_nothing_and_says_so(
+    place: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    too_many = EngineSpec("huge", "model", (1 << 24) + 1, 16)
+    cache = SchedulerHalf(Config.from_env({"KVSHM_NAMESPACE": "ns"}), too_many, place, clock)
+    try:
+        opening(cache, [], clock)()
+        until(lambda: cache.failed)
+        assert cache.table is None
+    finally:
+        cache.close()
+    [line] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "not sharing the prefix cache" in line
+    assert "16777217 blocks" in line
+
+
 def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
     cache: SchedulerHalf, clock: Clock, place: Path
 ) -> None:

@@ -14,6 +14,7 @@ from kvshm import _native
 from kvshm._base.ids import BlockHash, BlockId, Generation
 from kvshm._shm import layout as records
 from kvshm._shm.layout import (
+    COUNTERS_OFFSET,
     EPOCH_OFFSET,
     HEADER_BYTES_OFFSET,
     LAYOUT_VERSION,
@@ -280,6 +281,22 @@ def test_a_word_must_lie_in_its_segment(offset: int) -> None:
         with pytest.raises((IndexError, ValueError)):
             call()
     assert bytes(memory) == bytes(4096)
+
+
+def test_several_words_are_added_to_in_one_call(table: mmap.mmap) -> None:
+    words = [COUNTERS_OFFSET + 8 * i for i in range(4)]
+    assert _native.add(table, words[0], 5) == 0
+    pairs = [number for i, word in enumerate(words) for number in (word, i + 1)]
+    assert _native.add(table, *pairs) == 5, "what the first one was"
+    assert [_native.load(table, word) for word in words] == [6, 2, 3, 4]
+    for numbers in ((), pairs[:1], pairs[:3], (*pairs, *pairs[:2]), ("0", 1), (0.5, 1)):
+        with pytest.raises(TypeError):
+            _native.add(table, *numbers)  # type: ignore[arg-type]  # on purpose
+    for call in (_native.load, _native.observe, _native.hook_took):
+        for numbers in ((), range(8)):
+            with pytest.raises(TypeError, match="numbers, not"):
+                call(table, *numbers)  # type: ignore[arg-type,operator]  # on purpose
+    assert [_native.load(table, word) for word in words] == [6, 2, 3, 4]
 
 
 def test_address_is_where_the_buffer_lies() -> None:
