@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 
-from kvshm import Config, LoadState, Reader, Region
+from kvshm import Config, Found, LoadState, Reader, Region
+from kvshm._base.ids import NO_LEASE_BIT
 
 from .joined import Toy, ended
 from .processes import PATIENCE_SECONDS, Managed, Node, wait_until
@@ -56,13 +57,20 @@ def prompt(toy: Toy, salt: bytes, blocks: int = 6) -> list[bytes]:
     return toy.prompt(blocks, salt)
 
 
+def is_up_to_date(found: Found) -> bool:
+    """Whether the blocks that were found are there still: events of their end may be on their way,
+    and then a load is a miss."""
+    runs = found._plan.runs if found._plan is not None else ()
+    return all(run.peer.table.lease(NO_LEASE_BIT, run.records)[0] == run.num_blocks for run in runs)
+
+
 def imports(toy: Toy, keys: list[bytes]) -> None:
     """It imports a whole prompt, from a keeper."""
 
     def offered() -> bool:
         found = toy.node.lookup(keys)
         names = {owner.name.partition("-")[0] for owner in found.owners}
-        return names == {"keeper"} and found.length == len(keys)
+        return names == {"keeper"} and found.length == len(keys) and is_up_to_date(found)
 
     wait_until(offered, "a keeper offers it")
     load = ended(toy.node.load(toy.node.lookup(keys), range(20, 20 + len(keys))))

@@ -53,6 +53,7 @@ def test_what_was_computed_after_a_withdrawal_is_shared_again(world: World) -> N
     a.node.reset()
     assert a.node.wait_joined(PATIENCE_SECONDS)
     wait_until(lambda: bool(world.calls("set_number")), "the withdrawal is in the store")
+    wait_until(lambda: b.length(keys) == 0, "the other node's keeper knows of it")
     a.compute(keys, range(6))
     first.wait_for(keys)
     wait_until(lambda: b.length(keys) == 6, "the other node will have what was computed since")
