@@ -20,23 +20,17 @@ import argparse
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_lookup import digest, engine, opened
+from bench_lookup import digest, node
 from measurement import end_what_is_started, percentiles, report
 from peer_clients import Client, lmcache, mooncake, without_network
 
-from kvshm._base.rundir import tables_socket
-from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._node.segment_server import SegmentServer
-from kvshm._shm.own_slot_table import OwnSlotTable
-from kvshm.config import Config
 
 ENGINES, ENTRIES = 8, 1_000_000
 CHAINS = 3
@@ -97,27 +91,9 @@ class Dict(Kvshm):
 @contextmanager
 def kvshm(entries: int) -> Iterator[Kvshm]:
     """An engine beside ENGINES others, which hold all entries together."""
-    namespace, of_each = f"bench{os.getpid()}", entries // ENGINES
-    tables: dict[int, OwnSlotTable] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        config = Config.from_env({"KVSHM_NAMESPACE": namespace})
-        server = SegmentServer(
-            tables_socket(Path(directory), namespace),
-            lambda asked: tables[asked.epoch].descriptor(asked.writable),
-        )
-        cache = SchedulerHalf(config, EngineSpec("me", "model", 64, 16), Path(directory))
-        try:
-            peers = opened(cache)
-            for number in range(ENGINES):
-                table, info = engine(namespace, number, of_each)
-                tables[info.epoch] = table
-                peers.joined(info)
-            if peers.stats().usable != ENGINES:
-                raise RuntimeError(f"{peers.stats().usable} of {ENGINES} engines can be used")
-            yield Kvshm(cache, of_each)
-        finally:
-            cache.close()
-            server.close()
+    of_each = entries // ENGINES
+    with node(ENGINES, of_each) as (cache, _):
+        yield Kvshm(cache, of_each)
 
 
 class Question(NamedTuple):
