@@ -114,9 +114,9 @@ def visible(options: argparse.Namespace, processes: list[subprocess.Popen[Any]])
             time.sleep(dice.uniform(0.06, 0.14))  # the traffic itself
             sent[kind].append(_send(cache, next(number), kind == "rare_awaited"))
     for _ in range(round(options.seconds * 100)):
-        time.sleep(0.01)
+        time.sleep(0.01)  # the traffic itself
         sent["busy"].append(_send(cache, next(number), False))
-    time.sleep(0.5)
+    time.sleep(0.5)  # what was sent last is on its way
     applied = []
     for other in others:
         assert other.stdin is not None
