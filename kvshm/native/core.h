@@ -219,20 +219,25 @@ int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
  * they do not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
+/* Records behind a search's `length` that kvshm_search_fetch reads ahead for, at most. */
+#define KVSHM_SEARCH_AHEAD 64
+
 /* A search for the longest prefix that rows in `rows` (bit mask) have, from as few rows as possible.
  * It takes its records part by part, so that a caller need not fill in what is never looked at.
  * `length` is that of the prefix so far; the other fields are the core's. */
 typedef struct {
-    size_t length, begin;
+    size_t length, begin, fetched;
     uint64_t rows, candidates, capacity;
     uint8_t *base;
     int tries;
+    uint64_t homes[KVSHM_SEARCH_AHEAD]; /* of the records before `fetched`, by their place */
 } kvshm_search;
 
 int kvshm_search_begin(kvshm_segment index, uint64_t rows, kvshm_search *search);
 
-/* Fetch into the caches what the search will read for these records. */
-void kvshm_search_fetch(const kvshm_search *search, const kvshm_record *records, size_t count);
+/* Fetch into the caches what the search will read for the records behind those that it was called
+ * for, before `stop`, which have their hash and group. */
+void kvshm_search_fetch(kvshm_search *search, const kvshm_record *records, size_t stop);
 
 /* Go on, by hash and group, with the records behind `length` and before `stop`: each gets block_id,
  * generation and kind KVSHM_PUBLISH (the depth is the caller's), its owner the row.  Returns whether all of them were found; if

@@ -55,9 +55,14 @@ static inline uint64_t after(const index_view *index, uint64_t position)
     return (position + 1) & (index->capacity - 1);
 }
 
+static inline const uint8_t *address_of(const index_view *index, uint64_t position)
+{
+    return index->entries + position * KVSHM_ENTRY_BYTES;
+}
+
 static inline entry entry_at(const index_view *index, uint64_t position)
 {
-    const uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
+    const uint8_t *at = address_of(index, position);
     return (entry){get(at), get(at + 8)};
 }
 
@@ -74,11 +79,6 @@ static inline uint32_t generation_in(entry e) { return (uint32_t)(e.place >> 32)
 static inline uint32_t block_of(entry e)
 {
     return (uint32_t)e.place & ((1u << KVSHM_ENTRY_ROW_SHIFT) - 1);
-}
-
-static inline const uint8_t *home_address(const index_view *index, const kvshm_record *record)
-{
-    return index->entries + home_of(index, tag_of(record)) * KVSHM_ENTRY_BYTES;
 }
 
 #endif

@@ -58,7 +58,8 @@ int64_t kvshm_look_at_free(kvshm_segment segment, kvshm_segment replica, const k
                 __builtin_prefetch(slot_of(&table, blocks[i + FETCHED]));
             read_slot(slot_of(&table, blocks[i]), now, &found[i]);
             if (found[i].kind == KVSHM_DUPLICATE)
-                __builtin_prefetch(home_address(&index, &found[i].copy));
+                __builtin_prefetch(
+                    address_of(&index, home_of(&index, tag_of(&found[i].copy))));
         }
         for (size_t i = begin; i < end; i++)
             if (found[i].kind == KVSHM_DUPLICATE && !find_copy(&index, tables, &found[i]))

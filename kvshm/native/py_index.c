@@ -6,7 +6,7 @@
 #include <string.h>
 
 /* Hashes that are looked up at a time. */
-enum { STEP = 32 };
+enum { STEP = KVSHM_SEARCH_AHEAD / 2 };
 
 /* -- index ----------------------------------------------------------------------------------- */
 
@@ -177,11 +177,12 @@ static bool copy_digest(PyObject *item, uint8_t *to)
     return true;
 }
 
-static void fetch(const chain *of, Py_ssize_t block)
+static PyObject *fetched_hash(const chain *of, Py_ssize_t block)
 {
-    const char *item = (const char *)hash_of(of, block);
+    PyObject *item = hash_of(of, block);
     __builtin_prefetch(item);
-    __builtin_prefetch(item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
+    __builtin_prefetch((const char *)item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
+    return item;
 }
 
 /* Copy hash, padded with zeros, and group of `count` blocks from `start` on; the list has them all.
@@ -189,13 +190,15 @@ static void fetch(const chain *of, Py_ssize_t block)
  * False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
 static bool copy_keys(const chain *of, Py_ssize_t start, size_t count, kvshm_record *records)
 {
+    PyObject *ahead[AHEAD]; /* the hashes of block i and those behind it, each at i % AHEAD */
     Py_ssize_t stop = start + (Py_ssize_t)count;
     for (Py_ssize_t i = start; i < stop && i < start + AHEAD; i++)
-        fetch(of, i);
+        ahead[i % AHEAD] = fetched_hash(of, i);
     for (Py_ssize_t i = start; i < stop; i++, records++) {
+        PyObject *hash = ahead[i % AHEAD];
         if (stop - i > AHEAD)
-            fetch(of, i + AHEAD);
-        if (!copy_digest(hash_of(of, i), records->hash))
+            ahead[i % AHEAD] = fetched_hash(of, i + AHEAD);
+        if (!copy_digest(hash, records->hash))
             return false;
         records->group = of->group;
         records->depth = (uint32_t)i;
@@ -236,7 +239,7 @@ static bool search_on(kvshm_search *search, const chain *of, Py_ssize_t start, s
         ahead = ahead < count ? ahead : count;
         if (!copy_keys(of, start + (Py_ssize_t)filled, ahead - filled, records + filled))
             return false;
-        kvshm_search_fetch(search, records + filled, ahead - filled);
+        kvshm_search_fetch(search, records, ahead);
         filled = ahead;
         going = kvshm_search_on(search, records, stop, owners);
     }
