@@ -5,6 +5,7 @@
 Each of the two has a node of its own with two engines; so has vLLM without kvshm, whose engines
 share nothing and are asked the same. ``--unshared`` says which these are: ``plain`` (the default),
 ``idle`` (with a connector that does nothing: what any connector costs), both, or none.
+``--alone`` adds engines of this kvshm without a peer: each has a node and a coordinator of its own.
 
 ``--watched`` adds a node of this kvshm with everything switched on by which it can be watched
 (watchers.py: ``kvshm top``, metrics that are scraped, trace spans, a log file with JSON); these
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -40,6 +42,7 @@ WARM_UP = 8
 ROOM_PROMPTS = 6
 RESAMPLES = 2000
 DECODED = 48
+DECODED_EXPORTING = 16
 ASLEEP_SECONDS = 1.2
 """vLLM's processes wait for each other by spinning, for a second after they have last heard
 something: until then the engines of one arm take the cores from those of the next."""
@@ -55,7 +58,9 @@ IDLE_CONNECTOR = json.dumps(
 )
 
 UNSHARED = ("plain", "idle")
+ALONE = "alone"
 WATCHED = "watched"
+KINDS = (*UNSHARED, ALONE, WATCHED)
 Times = dict[str, float]
 """What was asked -> milliseconds."""
 
@@ -70,8 +75,9 @@ def _prompt(number: int, tokens: int) -> list[int]:
 
 def serve_arm(tokens: int, kind: str) -> None:
     """Start engines, then answer each line on stdin, the number of a round, with its times.
-    ``kind``: one of UNSHARED, WATCHED, or empty."""
-    shared, idle = kind not in UNSHARED, kind == "idle"
+    ``kind``: one of KINDS, or empty."""
+    enabled, idle = kind not in UNSHARED, kind == "idle"
+    shared = enabled and kind != ALONE
     import kvshm
 
     sys.path.insert(0, str(Path(kvshm.__file__).parents[1] / "examples"))
@@ -82,7 +88,7 @@ def serve_arm(tokens: int, kind: str) -> None:
 
     room = ROOM_PROMPTS * ((tokens - 1) // BLOCK_SIZE + 2)
     # An older kvshm does not know ``auto``; what is compared is the import, not when to do it.
-    settings = {"KVSHM_MIN_PREFIX_TOKENS": "0"} if shared else {"KVSHM_ENABLE": "0"}
+    settings = {"KVSHM_MIN_PREFIX_TOKENS": "0"} if enabled else {"KVSHM_ENABLE": "0"}
     arguments = ("--kv-transfer-config", IDLE_CONNECTOR) if idle else ()
     if idle:
         settings["PYTHONPATH"] = str(Path(__file__).parent)
@@ -95,15 +101,23 @@ def serve_arm(tokens: int, kind: str) -> None:
         # ``python -m`` looks for modules where it is started: beside a kvshm it would take that.
         os.chdir(node.run_dir)
         model = write_model(node.run_dir / "model")
-        if shared:
-            node.start_coordinator()
-        a, b = node.start_engines(
+        specs = (
             EngineSpec("a", model, core=0, num_blocks=room, arguments=arguments),
             EngineSpec("b", model, core=1, num_blocks=room, arguments=arguments),
         )
+        nodes = [node]
+        if kind == ALONE:
+            nodes.append(running.enter_context(SharingNode(settings)))
+        for each in nodes if enabled else ():
+            each.start_coordinator()
+        if kind == ALONE:
+            a, b = (*nodes[0].start_engines(specs[0]), *nodes[1].start_engines(specs[1]))
+        else:
+            a, b = node.start_engines(*specs)
+        if enabled:
+            _check_loaded((a, b), Path(kvshm.__file__).parent)
         if shared:
             node.wait_joined(a, b)
-            _check_loaded((a, b), Path(kvshm.__file__).parent)
         watching: Callable[[], AbstractContextManager[None]] = nullcontext
         if kind == WATCHED:
             watchers = Watchers(node.run_dir, node.namespace)
@@ -136,14 +150,34 @@ def _round(node: Any, a: Any, b: Any, prompt: list[int], shared: bool) -> Times:
     if shared:
         times["imported"] = first
     # Before the import this engine was idle for as long as the other one computed.
-    a.complete([*prompt[1:], 0], max_tokens=2)
+    other = [*prompt[1:], 0]
+    a.complete(other, max_tokens=2)
     times["local_hit_after_a_pause"] = b.complete(prompt, max_tokens=2).ttft_s * 1000
     begin = time.perf_counter()
     hit = b.complete(prompt, max_tokens=DECODED)
     total = time.perf_counter() - begin
     times["local_hit"] = hit.ttft_s * 1000
     times["decode"] = (total - hit.ttft_s) * 1000 / (DECODED - 1)
+    if not shared:
+        b.complete(other, max_tokens=2)
+    a.complete(prompt, max_tokens=2)  # awake, however long that took
+    times["exporting"] = _exporting(a, prompt, b, other)
     return times
+
+
+def _exporting(exporter: Any, prompt: list[int], importer: Any, other: list[int]) -> float:
+    """Milliseconds of a request to an engine while its peer, asked for another prompt that the
+    engine has, imports it, or has it itself: then it is as busy, and copies nothing."""
+
+    def request() -> float:
+        begin = time.perf_counter()
+        exporter.complete(prompt, max_tokens=DECODED_EXPORTING)
+        return (time.perf_counter() - begin) * 1000
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(request)
+        importer.complete(other, max_tokens=2)
+        return asked.result()
 
 
 # -- the comparison
@@ -155,7 +189,7 @@ class Arm:
     def __init__(self, name: str, python: str, tokens: int) -> None:
         own = [python, str(Path(__file__)), "--tokens", str(tokens), "--arm"]
         self._process = subprocess.Popen(
-            [*own, *([name] if name in (*UNSHARED, WATCHED) else [""])],
+            [*own, name if name in KINDS else ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -230,9 +264,11 @@ def results(starts: Sequence[dict[str, list[Times]]]) -> dict[str, Any]:
         f"{name}_ms": {way: percentiles([*chain(*of(name, way))]) for way in of_it}
         for name, of_it in ways.items()
     }
-    for other in [name for name in ways if name != "this"]:
-        both = [way for way in ways["this"] if way in ways[other]]
-        found[f"this_over_{other}"] = {w: ratio(of("this", w), of(other, w)) for w in both}
+    pairs = [("this", name) for name in ways if name != "this"]
+    pairs += [(ALONE, name) for name in UNSHARED if {ALONE, name} <= set(ways)]
+    for one, other in pairs:
+        both = [way for way in ways[one] if way in ways[other]]
+        found[f"{one}_over_{other}"] = {w: ratio(of(one, w), of(other, w)) for w in both}
     for hit in ("local_hit", "local_hit_after_a_pause"):
         found[f"imported_over_{hit}"] = {
             name: ratio(of(name, "imported"), of(name, hit))
@@ -262,6 +298,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="after each start")
     parser.add_argument("--tokens", type=int, default=3500)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help="add engines that have no peer")
     parser.add_argument("--watched", action="store_true", help="add a node that is watched")
     parser.add_argument(
         "--unshared", nargs="*", choices=UNSHARED, default=["plain"], help="engines without kvshm"
@@ -275,10 +312,14 @@ def main() -> None:
     pythons = dict.fromkeys(("this", *args.unshared), sys.executable)
     if args.against:
         pythons["against"] = args.against
+    if args.alone:
+        pythons[ALONE] = sys.executable
     if args.watched:
         pythons[WATCHED] = sys.executable
     measured = [start(pythons, args.rounds, args.tokens) for _ in range(args.starts)]
-    report("compare", tokens=args.tokens, starts=args.starts, **results(measured))
+    report(
+        "compare", tokens=args.tokens, starts=args.starts, rounds=args.rounds, **results(measured)
+    )
 
 
 if __name__ == "__main__":
