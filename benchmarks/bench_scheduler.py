@@ -8,7 +8,8 @@ and update_from_output(); its time is that of this thread on a core.  ``hooks``:
 connector's methods, by the clock on the wall: asking for the thread's time takes a microsecond
 out of cold caches, which would count for each of them.  ``added``: whatever the same step takes
 longer, and that is also what vLLM itself does for a connector of any kind.  ``output``: in
-``update_connector_output``, before the step's tokens go out.
+``update_connector_output``, before the step's tokens go out.  ``longest_call``: in a step that
+takes FREED blocks back from the pool, and whose request ends and frees as many.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import random
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 os.environ["KVSHM_STRICT"] = "1"
+os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no model runs
 
 from measurement import percentiles, report
 from tiny_model import write_model
@@ -34,6 +37,8 @@ from kvshm.hooks.vllm.messages import RankReport
 from tests.vllm.scheduling import BLOCK_SIZE, DrivenEngine, as_told, vllm_config
 
 PROMPT_TOKENS = 8000
+FREED = 4096
+"""Blocks of the prompts of which single calls are timed."""
 REQUESTS = 256
 NUM_DRAFTS = 3
 DRAFTS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3}
@@ -65,6 +70,9 @@ class Played(DrivenEngine):
         self.hooks_milliseconds: list[float] = []
         self.output_milliseconds: list[float] = []
         self._in_hooks = 0
+        self._longest = 0, ""
+        self.longest_calls: list[tuple[int, str]] = []
+        """Of each step, in nanoseconds, with the hook's name."""
         super().__init__(config, num_blocks, shares=shares)
         for hook in HOOKS if shares else ():
             setattr(self.connector, hook, self._timed(getattr(self.connector, hook)))
@@ -75,6 +83,7 @@ class Played(DrivenEngine):
             result = hook(*args)
             spent = time.perf_counter_ns() - begun
             self._in_hooks += spent
+            self._longest = max(self._longest, (spent, hook.__name__))
             if hook.__name__ == "update_connector_output":
                 self.output_milliseconds.append(spent / 1e6)
             return result
@@ -82,7 +91,7 @@ class Played(DrivenEngine):
         return call
 
     def timed_step(self) -> None:
-        self._in_hooks = 0
+        self._in_hooks, self._longest = 0, (0, "")
         begun = time.thread_time_ns()
         output = self.scheduler.schedule()
         scheduled = time.thread_time_ns()
@@ -92,6 +101,7 @@ class Played(DrivenEngine):
         ended = time.thread_time_ns()
         self.milliseconds.append((scheduled - begun + ended - answered) / 1e6)
         self.hooks_milliseconds.append(self._in_hooks / 1e6)
+        self.longest_calls.append(self._longest)
         if self.drafts:
             names = list(output.num_scheduled_tokens)
             drafts = [list(range(NUM_DRAFTS)) for _ in names]
@@ -119,17 +129,18 @@ class Played(DrivenEngine):
     def forget(self) -> None:
         self.milliseconds.clear()
         self.hooks_milliseconds.clear()
+        self.longest_calls.clear()
         self.output_milliseconds.clear()
 
 
-def prefill(engines: list[Played], rounds: int) -> None:
+def prefill(engines: list[Played], rounds: int, tokens: int = PROMPT_TOKENS) -> None:
     """One prompt a step; each step withdraws what the pool takes back and shows what is new."""
     chance = random.Random(1)
     for index in range(WARM_UP + rounds):
         if index == WARM_UP:
             for engine in engines:
                 engine.forget()
-        prompt = [chance.randrange(1000) for _ in range(PROMPT_TOKENS)]
+        prompt = [chance.randrange(1000) for _ in range(tokens)]
         for engine in engines[:: 1 if index % 2 else -1]:
             engine.add(f"r{index}", prompt, max_tokens=1)
             engine.timed_step()
@@ -177,6 +188,18 @@ def result(engines: list[Played]) -> dict[str, Any]:
     }
 
 
+def freed(engines: list[Played]) -> dict[str, Any]:
+    """The longest single call of each step."""
+    calls = engines[0].longest_calls
+    names = Counter(name for _, name in calls)
+    return {
+        "blocks": FREED,
+        "longest_call_ms": percentiles([spent / 1e6 for spent, _ in calls]),
+        "hook": names.most_common(1)[0][0],
+        **result(engines),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
@@ -189,6 +212,11 @@ def main() -> None:
         with pair(model, 6000, max_num_seqs=64) as engines:
             prefill(engines, rounds)
             first = result(engines)
+        tokens = FREED * BLOCK_SIZE
+        long = {"max_model_len": tokens + BLOCK_SIZE, "max_num_batched_tokens": tokens}
+        with pair(model, FREED + 1000, max_num_seqs=8, **long) as engines:
+            prefill(engines, rounds, tokens)
+            at_once = freed(engines)
         many = REQUESTS * (500 + 8 * (rounds + 3 * WARM_UP)) // BLOCK_SIZE
         with pair(model, many, max_num_seqs=REQUESTS) as engines:
             decode(engines, rounds)
@@ -198,7 +226,7 @@ def main() -> None:
             drafts = result(engines)
     finally:
         shutil.rmtree(directory)
-    report("scheduler", prefill=first, decode=plain, decode_with_drafts=drafts)
+    report("scheduler", prefill=first, decode=plain, decode_with_drafts=drafts, freed=at_once)
 
 
 if __name__ == "__main__":
