@@ -376,7 +376,7 @@ def main() -> None:
         with jitter(probe):
             times = measure(options.trials or trials, *arguments)
         milliseconds = {k: percentiles([1000 * t for t in v]) for k, v in times.items()}
-        report("faults", row=row, unit="ms", **milliseconds, **probe)
+        report("faults", row=row, unit="ms", entries=ENTRIES, **milliseconds, **probe)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The generated part of docs/scaling.md: what a node larger than any that was measured would take.
 ``make docs`` writes it.  Pure, but for ``read``.
 
-Sizes follow from kvshm/_shm/layout.py, times from what benchmarks have found: from the results in
-benchmarks/results where there are such, else from the runs that ``DEFAULTS`` names.  Like
+Sizes follow from kvshm/_shm/layout.py, times from the results in benchmarks/results.  Like
 docs/generate.py this must not import the native module.
 """
 
@@ -11,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,19 +67,6 @@ class Node(NamedTuple):
 
 NODES = Node(16, 625_000), Node(16, 10_000_000), Node(128, 10_000_000)
 
-DEFAULTS = {
-    "records": Number(42.8, "`bench_traces.py`, Mooncake's whole hour, 16 engines, round robin"),
-    "wire": Number(49.5, "the same run"),
-    "apply": Number(0.155 / 511_767, "`bench_client.py --crowd --hz 1000 --records 64`"),
-    "coordinator": Number(
-        0.272 / 160_800, "the coordinator's process, 16 engines of 10,000 records a second each"
-    ),
-    "join": Number(0.3e-6, "`bench_faults.py`, replicas of a million entries whole"),
-}
-"""Records of a request in blocks of 512 tokens; bytes of a record in an engine's message; seconds
-for which a busy scheduler stands still for a record; seconds of the coordinator's core for a
-record; seconds for an entry of an engine that is new."""
-
 
 def read(folder: Path = RESULTS) -> Results:
     """The lines of all results that there are, by the name of their file."""
@@ -90,28 +77,61 @@ def read(folder: Path = RESULTS) -> Results:
 
 
 def numbers(results: Results) -> dict[str, Number]:
-    """The measured numbers, the latest where there are results."""
-    found = dict(DEFAULTS)
-    traces = [
+    """What of the results is needed: records of a request in blocks of 512 tokens; bytes of a
+    record in an engine's message; seconds of the coordinator's core for a record; seconds for which
+    a busy scheduler stands still for a record; seconds for an entry of an engine that is new.
+
+    Raises LookupError naming the results that are missing."""
+    return {
+        **_of_traces(results),
+        "coordinator": _last(results, "events", _of_coordinator),
+        "apply": _last(results, "client-crowd", _of_apply),
+        "join": _last(results, "join", _of_join),
+    }
+
+
+def _of_traces(results: Results) -> dict[str, Number]:
+    """From the longest replay through the most engines."""
+    runs = [
         line
         for name in ("traces", "traces-whole")
         for line in results.get(name, ())
         if (line.get("mode"), line.get("routing"), line.get("split")) == ("kvshm", "rr", 1)
     ]
-    if traces and (best := max(traces, key=lambda line: (line["requests"], line["engines"]))):
-        events, of = best["events"], f"{best['requests']:,} requests, {best['engines']} engines"
-        source = f"`benchmarks/results/`, `bench_traces.py`: {of}, round robin"
-        found["records"] = Number(events["records"] / best["requests"], source)
-        found["wire"] = Number(events["sent_bytes"] / events["records"], source)
-    for line in results.get("client-crowd", ()):
-        if "lost_percent" in line:
-            lost, heard = line["lost_percent"]["p50"], line["records_heard_per_second"]["p50"]
-            found["apply"] = Number(lost / 100 / heard, "`benchmarks/results/client-crowd.jsonl`")
-    for line in results.get("events", ()):
-        if line.get("row") == "coordinator" and line.get("engines") == MEASURED_ENGINES:
-            cores = line["cores"]["p50"] / line["records_per_second"]
-            found["coordinator"] = Number(cores, "`benchmarks/results/events.jsonl`")
-    return found
+    if not runs:
+        raise LookupError("benchmarks/results has no replay of a trace: run bench_traces.py")
+    best = max(runs, key=lambda line: (line["requests"], line["engines"]))
+    events, of = best["events"], f"{best['requests']:,} requests, {best['engines']} engines"
+    source = f"`benchmarks/results/`, `bench_traces.py`: {of}, round robin"
+    return {
+        "records": Number(events["records"] / best["requests"], source),
+        "wire": Number(events["sent_bytes"] / events["records"], source),
+    }
+
+
+def _last(results: Results, name: str, value: Callable[[Mapping[str, Any]], float]) -> Number:
+    """What the last line has that is of the kind."""
+    for line in reversed(results.get(name, ())):
+        with suppress(KeyError):
+            return Number(value(line), f"`benchmarks/results/{name}.jsonl`")
+    raise LookupError(f"benchmarks/results/{name}.jsonl does not say it: run benchmarks/suite.py")
+
+
+def _of_coordinator(line: Mapping[str, Any]) -> float:
+    if (line["row"], line["engines"]) != ("coordinator", MEASURED_ENGINES):
+        raise KeyError(line["row"])
+    cores: float = line["cores"]["p50"]
+    return cores / float(line["records_per_second"])
+
+
+def _of_apply(line: Mapping[str, Any]) -> float:
+    lost: float = line["lost_percent"]["p50"]
+    return lost / 100 / float(line["records_heard_per_second"]["p50"])
+
+
+def _of_join(line: Mapping[str, Any]) -> float:
+    whole: float = line["it begins to join, its replica is whole"]["p50"]
+    return whole / 1000 / float(line["entries"])
 
 
 # -- what a node takes

@@ -39,6 +39,7 @@ FOLDERS = {
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_log_lines.py": "looks at the sources for the lines they log",
         "test_models_docs.py::test_most_decoders_of_each_tested_version_are_planned": "asks make",
+        "test_scaling_docs.py": "looks at the tree: docs/scaling.md, and results of benchmarks",
         "test_sglang_facts.py": "looks at the tree: docs/sglang.md and docs/sglang-facts.toml",
         "test_vllm_facts.py": "looks at the tree: docs/vllm-facts.toml, and what it names",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import scaling_page
-from scaling_page import DEFAULTS, LIMITS, Node, capacity, numbers, projected, reached, size
+from scaling_page import LIMITS, Node, Number, capacity, numbers, projected, reached, size
 
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import index_bytes, table_bytes
@@ -17,6 +17,39 @@ from .replicas import OWN_EPOCH, packed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scaling.md").read_text()
+MEASURED = {
+    "records": Number(40, "a replay"),
+    "wire": Number(50, "a replay"),
+    "apply": Number(3e-7, "a client"),
+    "coordinator": Number(2e-6, "a coordinator"),
+    "join": Number(4e-7, "joins"),
+}
+TRACE: dict[str, Any] = {
+    "mode": "kvshm", "routing": "rr", "split": 1, "engines": 4, "requests": 10,
+    "events": {"records": 600, "sent_bytes": 30_000},
+}  # fmt: skip
+RESULTS: dict[str, list[dict[str, Any]]] = {
+    "traces-whole": [
+        TRACE,
+        {**TRACE, "requests": 9, "engines": 8, "events": {"records": 1, "sent_bytes": 1}},
+        {**TRACE, "engines": 2, "events": {"records": 1, "sent_bytes": 1}},
+        {**TRACE, "requests": 90, "mode": "alone"},
+        {"failed_run": "it ended"},
+    ],
+    "client-crowd": [
+        {"lost_percent": {"p50": 20.0}, "records_heard_per_second": {"p50": 400_000}},
+        {"failed_run": "it ended"},
+    ],
+    "events": [
+        {"row": "coordinator", "engines": 16, "cores": {"p50": 0.5}, "records_per_second": 1e5},
+        {"row": "coordinator", "engines": 2, "cores": {"p50": 9.0}, "records_per_second": 1e5},
+        {"row": "visible"},
+    ],
+    "join": [
+        {"entries": 1000, "it begins to join, its replica is whole": {"p50": 0.5}},
+        {"entries": 1000, "serving, all replicas are whole": {"p50": 9.0}},
+    ],
+}
 
 
 def test_the_page_is_the_generated_one() -> None:
@@ -47,21 +80,21 @@ def test_a_source_that_says_something_else_is_noticed(
 
 def test_what_a_node_takes() -> None:
     node = Node(4, 1000)
-    took = projected(node, DEFAULTS)
+    took = projected(node, MEASURED)
     room = capacity(3000, scaling_page.fullest())
     assert took["table"] == table_bytes(1000, 1)
     assert took["index"] == index_bytes(room)
     assert took["memory"] == 4 * (took["table"] + took["index"] + 3000 * 16)
-    assert took["records"] == pytest.approx(1e6 / 3600 * DEFAULTS["records"].value * 32)
+    assert took["records"] == pytest.approx(1e6 / 3600 * MEASURED["records"].value * 32)
     assert took["received"] == 4 * took["sent"]
-    twice = projected(Node(8, 1000), DEFAULTS)
+    twice = projected(Node(8, 1000), MEASURED)
     assert twice["coordinator"] == pytest.approx(2 * took["coordinator"])
     assert twice["records"] == took["records"]
     assert twice["apply"] == pytest.approx(took["apply"] * (7 / 8) / (3 / 4))
 
 
 def test_the_limit_that_is_used_most_comes_first() -> None:
-    took = dict.fromkeys(projected(Node(2, 8), DEFAULTS), 0.0)
+    took = dict.fromkeys(projected(Node(2, 8), MEASURED), 0.0)
     by_name = [limit.name for limit, _ in reached(Node(28, 8), took)]
     assert by_name[0] == "lease bits"
     limit, share = reached(Node(2, 8), {**took, "coordinator": 3.0})[0]
@@ -69,32 +102,21 @@ def test_the_limit_that_is_used_most_comes_first() -> None:
     assert len(by_name) == len(LIMITS)
 
 
-def test_results_take_the_place_of_earlier_numbers() -> None:
-    run: dict[str, Any] = {"mode": "kvshm", "routing": "rr", "split": 1, "engines": 4}
-    events = {"records": 600, "sent_bytes": 30_000}
-    traces: list[dict[str, Any]] = [
-        {**run, "requests": 10, "events": events},
-        {**run, "requests": 9, "engines": 8, "events": {"records": 1, "sent_bytes": 1}},
-        {**run, "requests": 10, "engines": 2, "events": {"records": 1, "sent_bytes": 1}},
-        {**run, "requests": 90, "mode": "alone"},
-        {"failed": "it ended"},
-    ]
-    crowd: list[dict[str, Any]] = [
-        {"lost_percent": {"p50": 20.0}, "records_heard_per_second": {"p50": 400_000}},
-        {"failed": "it ended"},
-    ]
-    row = {"row": "coordinator", "engines": 16, "cores": {"p50": 0.5}, "records_per_second": 1e5}
-    found = numbers(
-        {"traces-whole": traces, "client-crowd": crowd, "events": [row, {"row": "other"}]}
-    )
-    assert found["records"].value == 60
-    assert found["wire"].value == 50
+def test_numbers_are_those_of_the_last_results_of_their_kind() -> None:
+    found = numbers(RESULTS)
+    assert (found["records"].value, found["wire"].value) == (60, 50)
     assert found["apply"].value == pytest.approx(0.5e-6)
     assert found["coordinator"].value == pytest.approx(5e-6)
-    assert found["join"] == DEFAULTS["join"]
-    assert all("benchmarks/results" in found[name].source for name in found if name != "join")
-    assert numbers({}) == DEFAULTS
-    assert "| records of a request | 60.0, in" in scaling_page.page({"traces": traces})
+    assert found["join"].value == pytest.approx(0.5e-6)
+    assert all("benchmarks/results" in number.source for number in found.values())
+    assert "| records of a request | 60.0, in" in scaling_page.page(RESULTS)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_missing_results_are_named(name: str) -> None:
+    left = {other: lines for other, lines in RESULTS.items() if other != name}
+    with pytest.raises(LookupError, match="traces" if "traces" in name else name):
+        numbers(left)
 
 
 def test_sizes_have_three_digits() -> None:
