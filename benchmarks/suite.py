@@ -133,6 +133,14 @@ BENCHES = (
         "benchmarks/bench_import.py --rounds 10 --lengths 128,256,1024",
     ),
     Bench(
+        "engines", "full", 1200, "does kvshm slow an engine down that gains nothing?",
+        "benchmarks/compare.py --unshared plain --alone --starts 3 --rounds 12",
+    ),
+    Bench(
+        "join", "full", 150, "how soon does an engine know what the others have?",
+        "benchmarks/bench_faults.py engine-joins coordinator-killed --trials 30",
+    ),
+    Bench(
         "peer-lookups", "peers", 120, "how long do lookups take in kvshm and in other caches?",
         "benchmarks/bench_peer_lookups.py --lmcache {lmcache} --mooncake {mooncake}",
     ),
@@ -147,10 +155,15 @@ BENCHES = (
         "--lmcache {lmcache}",
     ),
     Bench(
-        "load", "peers", 3000, "is sharing worth it under load?",
+        "load", "peers", 2300, "is sharing worth it under load?",
         "benchmarks/bench_load.py --rates 4,8,16,24,32,40,56 --seconds 20 --repetitions 2 "
         "--lmcache {lmcache} --arms plain-rr,plain-affinity,kvshm-rr,kvshm-least,lmcache-least,"
         "offload+copies-affinity,offload-affinity",
+    ),
+    Bench(
+        "load-memory", "peers", 900, "what does memory beside the engines bring past saturation?",
+        "benchmarks/bench_load.py --rates 24,40,56 --seconds 20 --repetitions 2 "
+        "--lmcache {lmcache} --arms plain-affinity,kvshm-least,kvshm+keeper-least,lmcache-least",
     ),
     Bench(
         "load-engines", "full", 1300, "is sharing worth it among four engines?",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from performance_plots import Curves, Dots, Row
 from performance_view import Line, Lines, View, number, spreads
@@ -58,11 +59,12 @@ def shares(runs: Lines, arm: str) -> dict[str, float]:
 
 
 def load(lines: Lines) -> View:
-    """The arms at the highest rate that the arm of comparison can keep up with, and all rates."""
+    """The arms at the highest rate that all of them keep up with, and all rates: behind it times
+    say how long a run was."""
     line = lines[-1]
     rates: Mapping[str, Mapping[str, Line]] = line["rates"]
-    kept = [rate for rate, arms in rates.items() if keeps_up(arms[line["against"]], float(rate))]
-    rate = (kept or [*rates])[-1]
+    kept = takewhile(lambda rate: all_keep_up(rates[rate], float(rate)), rates)
+    rate = [next(iter(rates)), *kept][-1]
     arms = rates[rate]
     runs = [run for run in lines[:-1] if run["rate"] == float(rate)]
     view = of_arms(runs, arms, "Time to the first token under load")
@@ -80,9 +82,9 @@ def load(lines: Lines) -> View:
     return View(view.head, view.rows, plots, values)
 
 
-def keeps_up(arm: Line, rate: float) -> bool:
-    answered = arm.get("requests_per_second")
-    return answered is not None and answered["median"] >= KEEPS_UP * rate
+def all_keep_up(arms: Mapping[str, Line], rate: float) -> bool:
+    answered = [arm["requests_per_second"]["median"] for arm in arms.values() if TTFT["p50"] in arm]
+    return min(answered, default=0) >= KEEPS_UP * rate
 
 
 def growing(rates: Mapping[str, Mapping[str, Line]]) -> Curves:

@@ -64,6 +64,8 @@ class Dots(NamedTuple):
     title: str
     unit: str
     rows: Sequence[Row]
+    from_zero: bool = True
+    """Ratios near 1 would all lie at one place."""
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -125,7 +127,9 @@ def _dots(plot: Dots) -> Figure:
     if logarithmic := 0 < WIDE * least < greatest:
         _log(axes.xaxis, math.log10(greatest / least))
     else:
-        axes.set_xlim(min(0, least - (greatest - least) / 20), 1.06 * greatest or 1)
+        margin = (greatest - least) / 20
+        left = min(0, least - margin) if plot.from_zero else least - margin
+        axes.set_xlim(left, 1.06 * greatest or 1 if plot.from_zero else greatest + margin)
         axes.xaxis.set_major_formatter(_written)
     axes.set_xlabel(f"{plot.unit}, logarithmic" if logarithmic else plot.unit)
     axes.set_yticks([])

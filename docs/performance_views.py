@@ -99,6 +99,43 @@ def hooks(lines: Lines) -> View:
     return spreads(of, "%", "Share of a step in kvshm's hooks")
 
 
+WAYS = {
+    "computed": "computed: nothing to import",
+    "local_hit": "hit in the own cache",
+    "decode": "a token decoded",
+    "exporting": "a request while the peer imports",
+}
+OVER_PLAIN = {"this_over_plain": "with a peer", "alone_over_plain": "without"}
+
+
+def engines(lines: Lines) -> View:
+    """Whole engines with kvshm over such without, by what they gain nothing from."""
+    line = lines[-1]
+    head = (
+        "p50 (p99)",
+        "without kvshm, ms",
+        "with kvshm and a peer, ms",
+        "ratio",
+        "no peer, ratio",
+    )
+    rows, dots, highest_lows = [], [], []
+    for way, called in WAYS.items():
+        times = [line[f"{arm}_ms"][way] for arm in ("plain", "this")]
+        ratios = {who: line[name][way] for name, who in OVER_PLAIN.items()}
+        rows.append((
+            called,
+            *(f"{number(one['p50'])} ({number(one['p99'])})" for one in times),
+            *(f"{r['median']} [{r['low']}, {r['high']}]" for r in ratios.values()),
+        ))  # fmt: skip
+        highest_lows += [ratio["low"] for ratio in ratios.values()]
+        dots += [
+            Row(f"{called}, {who}", {"low": r["low"], "median": r["median"], "high": r["high"]})
+            for who, r in ratios.items()
+        ]
+    plot = Dots("Over engines without kvshm", "ratio", dots, from_zero=False)
+    return View(head, rows, {"": plot}, {"highest_low": max(highest_lows)})
+
+
 # -- what engines tell each other, and copy
 
 SENT = {
@@ -302,18 +339,21 @@ def eviction(lines: Lines) -> View:
 
 
 def faults(lines: Lines) -> View:
+    """Milliseconds by row and by what was awaited."""
     of = {
         f"{line['row']}: {name}": one
         for line in lines
         for name, one in line.items()
         if isinstance(one, Mapping) and "p50" in one and name != "jitter_ms"
     }
-    return spreads(of, "ms", "After a fault")
+    view = spreads(of, "ms", "After a fault, or a start")
+    return View(view.head, view.rows, view.plots, {line["row"]: line for line in lines})
 
 
 VIEWS: dict[str, Callable[[Lines], View]] = {
     "load": load,
     "load-engines": load,
+    "load-memory": load,
     "load-users": load,
     "restart": restart,
     "import": first_token,
@@ -324,6 +364,7 @@ VIEWS: dict[str, Callable[[Lines], View]] = {
     "groups": groups,
     "scheduler": scheduler,
     "hooks": hooks,
+    "engines": engines,
     "events": events,
     "events-overload": events_overload,
     "client": client,
@@ -339,5 +380,6 @@ VIEWS: dict[str, Callable[[Lines], View]] = {
     "transformers": transformers,
     "eviction": eviction,
     "faults": faults,
+    "join": faults,
 }
 """By the name of the benchmark in benchmarks/suite.py."""

@@ -111,6 +111,23 @@ FAULTS = [
     {"row": "importer-killed", "all are free": spread(13.4), "jitter_ms": JITTER, **ORIGIN},
     {"row": "exporter-killed", "no lease succeeds": spread(1.9), "jitter_ms": JITTER, **ORIGIN},
 ]
+JOIN = [
+    {"row": "coordinator-killed", "started, all replicas are whole": spread(442), **ORIGIN},
+    {
+        "row": "engine-joins", "entries": 1_000_000, "jitter_ms": JITTER,
+        "it begins to join, its replica is whole": spread(530), **ORIGIN,
+    },
+]  # fmt: skip
+NEAR_ONE = {"median": 1.01, "low": 0.98, "high": 1.04}
+WAYS = ("computed", "local_hit", "decode", "exporting")
+ENGINES = [
+    {
+        "starts": 3, "rounds": 12, "tokens": 3500,
+        **{f"{one}_ms": {way: spread(30) for way in WAYS} for one in ("plain", "this", "alone")},
+        "this_over_plain": dict.fromkeys(WAYS, NEAR_ONE) | {"decode": RATIO},
+        "alone_over_plain": dict.fromkeys(WAYS, NEAR_ONE), **ORIGIN,
+    }
+]  # fmt: skip
 USERS = {"users": 32, "prefixes": 4, "prefix_tokens": 512, "tail_tokens": 256, "answer_tokens": 64}
 LOAD_USERS = [*LOAD[:-1], {**LOAD[-1], "traffic": USERS}]
 LOAD_ENGINES = [*LOAD[:-1], {**LOAD[-1], "engines": 4}]
@@ -276,6 +293,14 @@ WEIGHTS = [
         ("restart", RESTART, "for 64 prefixes; 2 requests failed."),
         ("transformers", TRANSFORMERS, "| decode, 16 x 8,192 tokens | 2.00 (6.00) | 3.00 (9.00) |"),
         (
+            "join",
+            JOIN,
+            "| it begins to join, its replica is whole (p50) | ≤ 1,000 ms | 530 ms | met",
+        ),
+        ("join", JOIN, "all replicas are whole (p50) | ≤ 1,000 ms | 442 ms | met |"),
+        ("engines", ENGINES, "| 30.0 (90.0) | 1.04 [1.01, 1.08] | 1.01 [0.98, 1.04] |"),
+        ("engines", ENGINES, "the highest of all | ≤ 1 times | 1.01 times | **missed**"),
+        (
             "faults",
             FAULTS,
             "| importer-killed: all are free | 13.4 | 40.2 | 6.70 to 53.6 | 1,234 |",
@@ -306,6 +331,14 @@ def test_arms_are_shown_at_the_highest_rate_that_is_kept_up_with() -> None:
     rates = view.plots["rates"]
     assert isinstance(rates, Curves)
     assert rates.series["kvshm, least load"] == [(1.0, 60), (3.0, 60), (9.0, 60)]
+
+
+def test_an_arm_that_is_past_saturation_is_not_compared_there() -> None:
+    slow = {**ARMS, "kvshm-rr": {**ARMS["kvshm-rr"], "requests_per_second": measured(2.0)}}
+    line = {**LOAD[-1], "rates": {"1.0": ARMS, "3.0": slow}}
+    assert load([*LOAD[:-1], line]).values["rate"] == 1.0
+    none = {**LOAD[-1], "rates": {"3.0": slow, "9.0": ARMS}}
+    assert load([*LOAD[:-1], none]).values["rate"] == 3.0, "the lowest one, if there is none"
 
 
 def test_lengths_are_those_of_all_prefixes() -> None:
