@@ -26,6 +26,7 @@ prefill takes more than a second; its weights are random.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import signal
 import sys
@@ -316,7 +317,7 @@ def _setting(options: argparse.Namespace, model: Path) -> Setting:
     stored = 5 * blocks * (options.rounds + WARM_UP) * BYTES_PER_BLOCK
     room = ROOM_PROMPTS * (options.tokens // BLOCK_SIZE + 2)
     longest = options.tokens + TAIL_TOKENS + 16
-    extra_gb = max(1.0, 1.5 * stored / (1 << 30))  # nothing is evicted there
+    extra_gb = math.ceil(1.5 * stored / (1 << 30))  # nothing is evicted there
     always = {"KVSHM_MIN_PREFIX_TOKENS": "0"}
     return Setting(model, 2, room, extra_gb, options.lmcache, longest, always)
 

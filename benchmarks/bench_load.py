@@ -274,6 +274,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 def _check_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     stores = [arm for arm in options.arms if KINDS[arm.rpartition("-")[0]].stores]
+    if stores and options.extra_gb % 1:
+        parser.error(f"--extra-gb {options.extra_gb:g}: LMCache's server takes whole numbers only")
     if stores and not (options.lmcache and (options.lmcache / "lmcache").is_dir()):
         parser.error(f"{stores[0]} needs --lmcache FOLDER, into which LMCache was installed")
     longest, room = _longest(options), options.blocks * BLOCK_TOKENS

@@ -62,8 +62,8 @@ class Store:
 
 @contextmanager
 def lmcache_store(folder: Path, size_gb: float, chunk_size: int = 128) -> Iterator[Store]:
-    """Start the server of the LMCache in ``folder``, and end it on leaving.  ``chunk_size``: tokens
-    that it keeps together."""
+    """Start the server of the LMCache in ``folder``, and end it on leaving.  ``size_gb``: of its
+    memory; it takes whole numbers only.  ``chunk_size``: tokens that it keeps together."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
     environment = {"PYTHONPATH": path, **UNTRACKED, **offline()}
     store = Store(environment, free_port(), free_port())

@@ -122,8 +122,8 @@ def why(error: BaseException) -> str:
     return next((found[1] for found in named if found), lines[0])
 
 
-_ERROR = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception): .*)")
-"""At the beginning of what is logged: a warning may name an error, too."""
+_ERROR = re.compile(r"(?:^|\] )((?:[\w.]*(?:Error|Exception)|[\w ./-]+: error): .*)")
+"""At the beginning of what is logged: a warning may name an error, too.  Also of a command line."""
 
 
 def _offload(setting: Setting) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import bench_load
 import pytest
 from aiohttp import web
 from bench_load import Row, at, compared, goodput, main, repetition, summary
+from load_arms import why
 from load_client import FAILED, PATIENCE_SECONDS, Answer, Run, converse, drive
 from load_traffic import Clients, Request, Traffic, round_robin
 from local_node import PromptTokens
@@ -84,6 +85,10 @@ async def driven(kinds: list[int]) -> Run:
         (["--arms", "offload-sticky"], "offload-sticky: no arm; kinds: plain, kvshm, "),
         (["--against", "kvshm+keeper-rr"], "--against kvshm+keeper-rr: not one of the arms"),
         (["--arms", "plain-affinity,lmcache-rr"], "lmcache-rr needs --lmcache FOLDER"),
+        (
+            ["--arms", "plain-affinity,lmcache-rr", "--extra-gb", "1.5"],
+            "--extra-gb 1.5: LMCache's server takes whole numbers only",
+        ),
     ],
     ids=str,
 )
@@ -161,6 +166,18 @@ def result(p50: float, percent: float = 100.0, per_second: float = 1.0) -> dict[
         "ttft_ms": times,
         "inter_token_ms": times,
     }
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("usage: a\nlmcache server: error: argument --l1: invalid", "lmcache server: error: arg"),
+        ("it has ended:\nERROR 1 [w.py:3] a.B.OddError: no room\nand so on", "a.B.OddError: no"),
+        ("it has ended: status 3", "it has ended: status 3"),
+    ],
+)
+def test_the_line_that_names_the_cause_of_a_failure_is_found(said: str, named: str) -> None:
+    assert why(RuntimeError(said)).startswith(named)
 
 
 def test_a_repetition_that_failed_is_kept_and_not_compared() -> None:
