@@ -32,8 +32,8 @@ MEASURED = {
 SHARE = "percent_of_tokens"
 BLOCK_TOKENS = 128
 """In the KV cache of an engine on a CPU."""
-KEEPS_UP = 0.95
-"""Of the requests that come: an arm that answers fewer is past saturation."""
+KEEPS_UP = 0.97
+"""Of the requests that come: an arm that answers fewer in a second is past saturation."""
 
 
 def arm_called(arm: str) -> str:
@@ -63,7 +63,7 @@ def load(lines: Lines) -> View:
     say how long a run was."""
     line = lines[-1]
     rates: Mapping[str, Mapping[str, Line]] = line["rates"]
-    kept = takewhile(lambda rate: all_keep_up(rates[rate], float(rate)), rates)
+    kept = takewhile(lambda rate: all_keep_up(rates[rate], offered(lines, float(rate))), rates)
     rate = [next(iter(rates)), *kept][-1]
     arms = rates[rate]
     runs = [run for run in lines[:-1] if run["rate"] == float(rate)]
@@ -82,9 +82,16 @@ def load(lines: Lines) -> View:
     return View(view.head, view.rows, plots, values)
 
 
-def all_keep_up(arms: Mapping[str, Line], rate: float) -> bool:
+def offered(lines: Lines, rate: float) -> float:
+    """How many requests really came in a second, where so many come on the average."""
+    sent = [run["sent"] for run in lines[:-1] if run["rate"] == rate and "sent" in run]
+    seconds: float = lines[-1]["traffic"]["seconds"]
+    return statistics.median(sent) / seconds if sent else rate
+
+
+def all_keep_up(arms: Mapping[str, Line], offered: float) -> bool:
     answered = [arm["requests_per_second"]["median"] for arm in arms.values() if TTFT["p50"] in arm]
-    return min(answered, default=0) >= KEEPS_UP * rate
+    return min(answered, default=0) >= KEEPS_UP * offered
 
 
 def growing(rates: Mapping[str, Mapping[str, Line]]) -> Curves:
@@ -128,7 +135,7 @@ def of_arms(runs: Lines, arms: Mapping[str, Line], title: str) -> View:
         share = shares(runs, arm)
         percent = [f"{share[k]:.1f} %" if k in share else "" for k in ("computed", "imported")]
         cells = [over(of[name]) if name in of else "" for name in measured]
-        failed = [f"failed: {error}" for error in of.get("errors", ())]
+        failed = [f"failed: {error}" for error in dict.fromkeys(of.get("errors", ()))]
         rows.append((": ".join([arm_called(arm), *failed]), *cells, *percent))
         if TTFT["p50"] in of:
             points = {p: of[name]["median"] for p, name in TTFT.items()}

@@ -39,6 +39,7 @@ def runs(name: str, *computed: float) -> list[dict[str, Any]]:
         {
             "arm": name,
             "rate": 3.0,
+            "sent": 30,
             "failed": 1,
             "percent_of_tokens": {"computed": each, "imported": 5.0},
         }
@@ -53,11 +54,15 @@ LOAD = [
     {"arm": "plain-rr", "rate": 9.0, "percent_of_tokens": {"computed": 99.0, "imported": 0.0}},
     {
         "benchmark": "load",
-        "traffic": {"prefixes": 24, "prefix_tokens": 256, "tail_tokens": 1},
+        "traffic": {"seconds": 10, "prefixes": 24, "prefix_tokens": 256, "tail_tokens": 1},
         "blocks": 10,
         "repetitions": 3,
         "against": "plain-rr",
-        "rates": {"1.0": ARMS, "3.0": {**ARMS, "offload-rr": {"errors": ["no GPU"]}}, "9.0": ARMS},
+        "rates": {
+            "1.0": ARMS,
+            "3.0": {**ARMS, "offload-rr": {"errors": ["no GPU", "no GPU"]}},
+            "9.0": ARMS,
+        },
         "target_ms": 500.0,
         "goodput": {
             "kvshm-rr": {"best": 5.25, "sustained": 3.0},
@@ -128,7 +133,14 @@ ENGINES = [
         "alone_over_plain": dict.fromkeys(WAYS, NEAR_ONE), **ORIGIN,
     }
 ]  # fmt: skip
-USERS = {"users": 32, "prefixes": 4, "prefix_tokens": 512, "tail_tokens": 256, "answer_tokens": 64}
+USERS = {
+    "seconds": 10,
+    "users": 32,
+    "prefixes": 4,
+    "prefix_tokens": 512,
+    "tail_tokens": 256,
+    "answer_tokens": 64,
+}
 LOAD_USERS = [*LOAD[:-1], {**LOAD[-1], "traffic": USERS}]
 LOAD_ENGINES = [*LOAD[:-1], {**LOAD[-1], "engines": 4}]
 IMPORT_PEERS = [
