@@ -134,7 +134,7 @@ BENCHES = (
     ),
     Bench(
         "engines", "full", 1200, "does kvshm slow an engine down that gains nothing?",
-        "benchmarks/compare.py --unshared plain --alone --starts 3 --rounds 12",
+        "benchmarks/compare.py --unshared plain --alone --starts 4 --rounds 8",
     ),
     Bench(
         "join", "full", 150, "how soon does an engine know what the others have?",
