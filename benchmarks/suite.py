@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,14 +134,6 @@ BENCHES = (
         "benchmarks/bench_import.py --rounds 10 --lengths 128,256,1024",
     ),
     Bench(
-        "engines", "full", 1200, "does kvshm slow an engine down that gains nothing?",
-        "benchmarks/compare.py --unshared plain --alone --starts 4 --rounds 8",
-    ),
-    Bench(
-        "join", "full", 150, "how soon does an engine know what the others have?",
-        "benchmarks/bench_faults.py engine-joins coordinator-killed --trials 30",
-    ),
-    Bench(
         "peer-lookups", "peers", 120, "how long do lookups take in kvshm and in other caches?",
         "benchmarks/bench_peer_lookups.py --lmcache {lmcache} --mooncake {mooncake}",
     ),
@@ -169,6 +162,14 @@ BENCHES = (
         "load-engines", "full", 1300, "is sharing worth it among four engines?",
         "benchmarks/bench_load.py --engines 4 --blocks 130 --rates 4,8,16,32 --seconds 20 "
         "--repetitions 2",
+    ),
+    Bench(
+        "engines", "full", 1200, "does kvshm slow an engine down that gains nothing?",
+        "benchmarks/compare.py --unshared plain --alone --starts 3 --rounds 12",
+    ),
+    Bench(
+        "join", "full", 150, "how soon does an engine know what the others have?",
+        "benchmarks/bench_faults.py engine-joins coordinator-killed --trials 30",
     ),
     Bench(
         "load-users", "full", 2000, "is sharing worth it for users who come back?",
@@ -279,14 +280,14 @@ def run(bench: Bench, arguments: Sequence[str], limit: float) -> tuple[list[dict
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the process's group, if the process has not ended."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
+    """End the process, and then all that is left of its group, which it may have left behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def text(file: Any) -> str:

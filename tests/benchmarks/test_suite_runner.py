@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import bench_load
 import bench_traces
 import pytest
 import suite
+from local_node import wait_until
 from suite import BENCHES, RESULTS, SETS, Bench, Peer, run, run_all
 
 TREE = Path(__file__).parents[2]
@@ -49,6 +51,24 @@ def test_a_run_that_fails_is_kept_and_the_others_are_run(
     assert {"machine", "versions", "commit", "command"} <= {*failed}
     assert kept(tmp_path, "good") == [{"benchmark": "good", "n": 1}]
     assert "failed: silent, bad" in capsys.readouterr().err
+
+
+LEAVES = """
+import json, subprocess, sys
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(json.dumps({"benchmark": "leaves", "pid": child.pid}))
+"""
+
+
+def test_what_a_run_leaves_behind_is_ended(tmp_path: Path) -> None:
+    assert run_all([bench("leaves", LEAVES)], tmp_path)
+    (said,) = kept(tmp_path, "leaves")
+    left = Path(f"/proc/{said['pid']}/cmdline")
+    for _ in wait_until("it has ended", 10):
+        with suppress(OSError):
+            if left.read_bytes():
+                continue
+        break
 
 
 def test_results_replace_those_of_the_last_run(tmp_path: Path) -> None:
