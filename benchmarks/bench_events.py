@@ -289,16 +289,14 @@ class Overload:
         return said
 
     def _await_equal(self) -> float:
-        """When every row of the replica was found to say what its slot table says."""
+        """When every row of the replica was found to say what its slot table says: not sooner than
+        it did, and later by the time of a look at all tables at most."""
         assert self.cache.epoch_state is not None
         peers = self.cache.epoch_state.peers
         unequal = list(peers._view.peers.values())
-        while True:
-            begin = time.monotonic()
-            unequal = [peer for peer in unequal if not is_equal(peers.replica, peer)]
-            if not unequal:
-                return begin
+        while unequal := [peer for peer in unequal if not is_equal(peers.replica, peer)]:
             time.sleep(NAP_SECONDS)
+        return time.monotonic()
 
 
 def is_equal(replica: Replica, peer: Peer) -> bool:
