@@ -9,7 +9,8 @@ connector's methods, by the clock on the wall: asking for the thread's time take
 out of cold caches, which would count for each of them.  ``added``: whatever the same step takes
 longer, and that is also what vLLM itself does for a connector of any kind.  ``output``: in
 ``update_connector_output``, before the step's tokens go out.  ``longest_call``: in a step that
-takes FREED blocks back from the pool, and whose request ends and frees as many.
+takes FREED blocks back from the pool, and whose request ends and frees as many.  Without peers
+nothing is chosen among free blocks: what that takes (``blocks_wanted``) is not seen here.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
+    "blocks_wanted",
     "blocks_handed_out",
     "block_changes",
     "build_connector_meta",

@@ -33,6 +33,7 @@ SCHEDULES = (
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
+    "blocks_wanted",
     "blocks_handed_out",
     "block_changes",
     STEP_BUILT,
