@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 from performance_plots import Curves, Dots, Row
@@ -79,7 +80,7 @@ def load(lines: Lines) -> View:
         "rate": float(rate),
         "goodput": goodput(line),
     }
-    return View(view.head, view.rows, plots, values)
+    return replace(view, plots=plots, values=values)
 
 
 def offered(lines: Lines, rate: float) -> float:
@@ -123,8 +124,7 @@ def restart(lines: Lines) -> View:
     line, runs = lines[-1], lines[:-1]
     view = of_arms(runs, line["arms"], "While four engines are restarted")
     failed = sum(run.get("failed", 0) for run in runs)
-    values = {"against": arm_called(line["against"]), "failed": failed}
-    return View(view.head, view.rows, view.plots, values)
+    return replace(view, values={"against": arm_called(line["against"]), "failed": failed})
 
 
 def of_arms(runs: Lines, arms: Mapping[str, Line], title: str) -> View:
@@ -141,7 +141,8 @@ def of_arms(runs: Lines, arms: Mapping[str, Line], title: str) -> View:
             points = {p: of[name]["median"] for p, name in TTFT.items()}
             dots.append(Row(arm_called(arm), points, arm.startswith("kvshm")))
     head = ("", *measured.values(), "computed", "imported")
-    return View(head, rows, {"": Dots(title, "ms to the first token", dots)})
+    some = any("errors" in of for of in arms.values())
+    return View(head, rows, {"": Dots(title, "ms to the first token", dots)}, failed=some)
 
 
 def room(line: Line) -> int:
@@ -174,7 +175,7 @@ WAYS = {"computed": "computed", "imported": "imported", "local_hit": "hit in the
 def first_token(lines: Lines) -> View:
     """Each arm's ways at the longest prefix, and how computing and importing grow with it."""
     line = lines[-1]
-    first, *_ = arms = {arm: of for arm, of in line["arms"].items() if "imported_ms" in of}
+    arms = {arm: of for arm, of in line["arms"].items() if "imported_ms" in of}
     tokens = line["imported_tokens"] + line["tail_tokens"]
     of = {
         f"{KINDS.get(arm, arm)}: {called}": spreads_of[f"{way}_ms"]
@@ -182,23 +183,26 @@ def first_token(lines: Lines) -> View:
         for way, called in WAYS.items()
     }
     ours = [f"{KINDS.get(arm, arm)}: imported" for arm in arms if arm.startswith("kvshm")]
+    why = {**dict.fromkeys(line["arms"], "no round counts"), **line.get("failed", {})}
+    failed = [f"{KINDS.get(arm, arm)}: failed: {why[arm]}" for arm in why if arm not in arms]
+    if not arms:
+        return View(("",), [(each,) for each in failed], failed=True)
     view = spreads(of, "ms", f"First token of {tokens:,} tokens", ours)
-    failed = [
-        (f"{KINDS.get(arm, arm)}: failed: {why}", *[""] * (len(view.head) - 1))
-        for arm, why in line.get("failed", {}).items()
-    ]
+    rows = [*view.rows, *((each, *[""] * (len(view.head) - 1)) for each in failed)]
+    plots = {**view.plots, "lengths": by_length(line, [*arms])}
+    if (first := next(iter(line["arms"]))) not in arms:  # with which the others are compared
+        return View(view.head, rows, plots, {"tokens": tokens}, failed=True)
     pays = line["pays_from_tokens"][first]
     values = {
         "tokens": tokens,
         "kvshm": arms[first],
         "ratio": arms[first]["imported_over_local_hit"],
         "tail": arms[first]["imported_over_local_hit_p99"],
-        "pays_tokens": math.inf if pays is None else pays,
+        **({} if pays is None else {"pays_tokens": pays}),
         "pays": "no length" if pays is None else f"{pays:,} tokens",
         "beside": beside(line, first),
     }
-    plots = {**view.plots, "lengths": by_length(line, [*arms])}
-    return View(view.head, [*view.rows, *failed], plots, values)
+    return View(view.head, rows, plots, values, failed=pays is None or bool(failed))
 
 
 def beside(line: Line, first: str) -> str:

@@ -9,11 +9,14 @@ failed is shown as failed.  A test compares the committed files with the generat
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import re
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +74,7 @@ def made(results: Mapping[str, Lines], prose: Mapping[str, Any]) -> Made:
         if results.get(section["results"])
         for part in shown(section, results[section["results"]], views, values)
     ]
-    lead = list(leading(prose["lead"], values))
+    lead = list(leading(prose["lead"], views, values))
     first = prose["lead_plot"]
     readme = [*lead, *picture(first, plots, "docs/performance")] if first in plots else lead
     page = ["# Performance", *prose["head"].strip().split("\n\n"), *lead, *picture(first, plots)]
@@ -87,11 +90,28 @@ def of_view(lines: Lines, view: View) -> dict[str, Any]:
     return {"line": lines[-1], "lines": lines, **view.values}
 
 
-def leading(sentences: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
+def leading(
+    sentences: Sequence[Mapping[str, Any]], views: Mapping[str, View], values: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield, as one paragraph, the sentences all of whose results are there."""
-    there = [one for one in sentences if all(name in values for name in one["results"])]
+    there = []
+    for one in sentences:
+        if all(name in values for name in one["results"]):
+            with failures(*(views[name] for name in one["results"])):
+                there.append(filled(one["text"], values))
     if there:
-        yield " ".join(filled(one["text"], values) for one in there)
+        yield " ".join(there)
+
+
+@contextmanager
+def failures(*views: View) -> Iterator[None]:
+    """Where an arm has failed, leave out what would be said of it; else what is not there is a
+    mistake in the prose."""
+    try:
+        yield
+    except LookupError:
+        if not any(view.failed for view in views):
+            raise
 
 
 def shown(
@@ -106,8 +126,9 @@ def shown(
         for more in view.plots:
             yield from picture(f"{name}{more and f'-{more}'}", view.plots, key=more)
         yield table([view.head, *view.rows])
-        yield from targets(section.get("target", ()), values[name])
-        yield from filled(section["text"], values[name]).split("\n\n")
+        yield from targets(section.get("target", ()), view, values[name])
+        with failures(view):
+            yield from filled(section["text"], values[name]).split("\n\n")
     else:
         failed = line["failed_run"]
         yield f"**This run has failed**: {failed['reason']}."
@@ -137,19 +158,24 @@ class Value:
         return format(self.value, wanted)
 
 
-def targets(wanted: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
+def targets(
+    wanted: Sequence[Mapping[str, Any]], view: View, values: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield a table of targets, each met or missed.  ``of``: where the values have what counts."""
     rows = []
     for target in wanted:
         (sign,) = SIGNS.keys() & target.keys()
         limit: float = target[sign]
-        value: Any = values
-        for key in target["of"]:
-            value = value[key]
+        value: Any = None
+        bound = f"{SIGNS[sign]} {limit:,.10g} {target['unit']}"
+        with failures(view):
+            value = functools.reduce(operator.getitem, target["of"], values)
+        if value is None:
+            rows.append((target["what"], bound, "none", "**missed**: none was measured"))
+            continue
         met = value <= limit if sign == "at_most" else value >= limit
         why = f": {target['missed']}" if "missed" in target else ""
         said = "met" if met else f"**missed**{why}"
-        bound = f"{SIGNS[sign]} {limit:,.10g} {target['unit']}"
         rows.append((target["what"], bound, f"{number(value)} {target['unit']}", said))
     if rows:
         yield table([("target", "", "measured", ""), *rows])

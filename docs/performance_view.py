@@ -25,6 +25,8 @@ class View:
     """By the name that the file has behind the section's."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """For the prose, beside ``lines`` and ``line``, the last one of them."""
+    failed: bool = False
+    """Whether an arm has failed, so that the prose may speak of what is not there."""
 
 
 def number(value: float) -> str:

@@ -12,7 +12,7 @@ import performance_page
 import pytest
 from performance_page import PAGE, PLOTS, PROSE, README, Made, in_readme, made, read
 from performance_plots import COLOURS, INK, PAPER, Curves, Dots, Plot, Row, draw
-from performance_view import number
+from performance_view import View, number
 from performance_views import VIEWS
 from suite import BENCHES
 
@@ -96,7 +96,7 @@ def test_a_target_is_met_or_missed_with_its_reason() -> None:
         {"what": "x", sign: limit, "unit": "ms", "of": ["line", "a", "p50"], "missed": "that is so"}
         for sign, limit in (("at_most", 2), ("at_most", 1.9), ("at_least", 2), ("at_least", 3))
     ]
-    (table,) = performance_page.targets(wanted, values)
+    (table,) = performance_page.targets(wanted, View((), []), values)
     assert [row.rpartition(" | ")[2] for row in table.splitlines()[2:]] == [
         "met |", "**missed**: that is so |", "met |", "**missed**: that is so |",
     ]  # fmt: skip
@@ -107,6 +107,39 @@ def test_prose_that_asks_for_what_is_not_there_is_no_page() -> None:
     section = {"results": "groups", "title": "", "question": "", "text": "{line[nothing]}"}
     with pytest.raises(KeyError, match="nothing"):
         made(RESULTS, {**TEXT, "section": [section]})
+
+
+def without(arm: str) -> dict[str, Any]:
+    """The results of a load test as they are if an arm fails at all rates."""
+    last = RESULTS["load"][-1]
+    rates = {r: {**arms, arm: {"errors": ["it ended"]}} for r, arms in last["rates"].items()}
+    return {**RESULTS, "load": [*RESULTS["load"][:-1], {**last, "rates": rates}]}
+
+
+@pytest.mark.parametrize("arm", ["lmcache-least", "kvshm-least", "plain-affinity", "plain-rr"])
+def test_an_arm_that_failed_is_shown_and_not_spoken_of(arm: str) -> None:
+    found = made(without(arm), TEXT)
+    assert "failed: it ended |" in found.page
+    assert "Under load, with room for" not in found.readme
+    assert "A prompt of" in found.readme
+
+
+def first_tokens(arms: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]:
+    last = RESULTS["import-peers"][-1]
+    pays = dict.fromkeys(arms)
+    return {"import-peers": [{**last, "arms": arms, "failed": failed, "pays_from_tokens": pays}]}
+
+
+def test_first_tokens_of_others_are_none_of_kvshm() -> None:
+    arms = {**RESULTS["import-peers"][-1]["arms"], "kvshm": {"rounds_left_out": 15}}
+    arms = {"kvshm": arms.pop("kvshm"), **arms}
+    page = made(first_tokens(arms, {"kvshm": "it broke off"}), {**TEXT, "lead": []}).page
+    assert "| kvshm: failed: it broke off |" in page
+    assert "| LMCache: imported |" in page
+    assert "times | none | **missed**: none was measured |" in page
+    nothing = {arm: {"rounds_left_out": 15} for arm in arms}
+    page = made(first_tokens(nothing, {}), {**TEXT, "lead": []}).page
+    assert "| LMCache: failed: no round counts |" in page
 
 
 def test_numbers_have_the_digits_that_count() -> None:
