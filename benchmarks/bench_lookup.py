@@ -26,7 +26,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -145,25 +145,31 @@ class Prompts:
         return prompt
 
 
-def timed(
-    call: Callable[[list[bytes]], int],
-    prompts: Callable[[], list[bytes]],
-    calls: int,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
-    """Microseconds of a call, which returns how many blocks it has found: all."""
-    times = []
-    for _ in range(calls):
-        prompt = prompts()
-        before()
-        begin = time.perf_counter_ns()
-        found = call(prompt)
-        times.append((time.perf_counter_ns() - begin) / 1000)
-        after()
-        if found != len(prompt):
-            raise RuntimeError(f"{found} of {len(prompt)} blocks were found")
-    return percentiles(times)
+Way = tuple[Callable[[list[bytes]], int], Callable[[], object], Callable[[], object]]
+"""What is timed, which returns how many blocks it has found: all; what comes before, and behind."""
+
+
+def nothing() -> None:
+    pass
+
+
+def in_turns(
+    ways: Mapping[str, Way], prompts: Callable[[], list[bytes]], calls: int
+) -> dict[str, dict[str, float]]:
+    """Microseconds of a call of each way; each round goes through all, back and forth."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(calls):
+        for name in [*ways][:: 1 if turn % 2 else -1]:
+            call, before, after = ways[name]
+            prompt = prompts()
+            before()
+            begin = time.perf_counter_ns()
+            found = call(prompt)
+            times[name].append((time.perf_counter_ns() - begin) / 1000)
+            after()
+            if found != len(prompt):
+                raise RuntimeError(f"{found} of {len(prompt)} blocks were found")
+    return {name: percentiles(each) for name, each in times.items()}
 
 
 def cool() -> None:
@@ -201,16 +207,19 @@ class Calls:
 
 
 def of_length(calls: Calls, hashes: Sequence[Sequence[bytes]], keys: int) -> dict[str, Any]:
-    """All ways for prompts of one length, one after the other."""
+    """All ways for prompts of one length; what needs other caches or prompts, by itself."""
     prompts = Prompts(hashes, keys)
     strange = [digest(f"nobody's {n}") for n in range(keys)]
+    ways: dict[str, Way] = {
+        "lookup": (calls.lookup, nothing, nothing),
+        "planner": (calls.planner, nothing, nothing),
+        "leased": (calls.leased, nothing, calls.give_back),
+    }
     return {
         "keys": keys,
-        "lookup": timed(calls.lookup, prompts, prompts.calls),
-        "planner": timed(calls.planner, prompts, prompts.calls),
-        "leased": timed(calls.leased, prompts, prompts.calls, after=calls.give_back),
-        "cooled": timed(calls.planner, prompts, COOLED_CALLS, before=cool),
-        "nobody has it": timed(calls.miss, lambda: strange, MOST_CALLS),
+        **in_turns(ways, prompts, prompts.calls),
+        **in_turns({"cooled": (calls.planner, cool, nothing)}, prompts, COOLED_CALLS),
+        **in_turns({"nobody has it": (calls.miss, nothing, nothing)}, lambda: strange, MOST_CALLS),
     }
 
 
@@ -300,10 +309,12 @@ def beside_others(peers: Peers, readers: Readers) -> dict[str, Any]:
     readers.map(peers)
     readers.begin(0, 1)  # which touches their own memory
     readers.times(0), readers.times(1)
-    readers.begin(0)
-    alone = readers.times(0)
-    readers.begin(0, 1)
-    both = [readers.times(0), readers.times(1)]
+    alone: list[float] = []
+    both: list[list[float]] = [[], []]
+    for numbers in ((0,), (0, 1), (0, 1), (0,)):
+        readers.begin(*numbers)
+        for number in numbers:
+            (both[number] if len(numbers) > 1 else alone).extend(readers.times(number))
     row, written, changes = next(iter(peers.replica.rows())).row, 0, batches()
     os.sched_setaffinity(0, {1})
     readers.begin(0)
