@@ -1,4 +1,4 @@
-"""What kvshm adds to vLLM's scheduler on an engine without peers.
+"""What kvshm adds to vLLM's scheduler.
 
     PYTHONPATH=examples:. python benchmarks/bench_scheduler.py [--rounds 40]
 
@@ -9,8 +9,9 @@ connector's methods, by the clock on the wall: asking for the thread's time take
 out of cold caches, which would count for each of them.  ``added``: whatever the same step takes
 longer, and that is also what vLLM itself does for a connector of any kind.  ``output``: in
 ``update_connector_output``, before the step's tokens go out.  ``longest_call``: in a step that
-takes FREED blocks back from the pool, and whose request ends and frees as many.  Without peers
-nothing is chosen among free blocks: what that takes (``blocks_wanted``) is not seen here.
+takes FREED blocks back from the pool, and whose request ends and frees as many.  The engine has no
+peers; ``beside_peer``: one that has a copy of each of its blocks, so that it chooses among its free
+blocks which go first (``blocks_wanted``), and all may.
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ os.environ["KVSHM_STRICT"] = "1"
 os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no model runs
 
 from measurement import percentiles, report
+from msgspec import structs
 from tiny_model import write_model
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
+from kvshm._base.ids import BlockId, Rank
+from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm.messages import RankReport
+from tests.unit.served import ServedNode
 from tests.vllm.scheduling import BLOCK_SIZE, DrivenEngine, as_told, vllm_config
 
 PROMPT_TOKENS = 8000
 FREED = 4096
 """Blocks of the prompts of which single calls are timed."""
+IMPORT_RATIO = 0.1
+"""What importing takes, of computing the same."""
 REQUESTS = 256
 NUM_DRAFTS = 3
 DRAFTS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3}
@@ -135,8 +142,42 @@ class Played(DrivenEngine):
         self.output_milliseconds.clear()
 
 
-def prefill(engines: list[Played], rounds: int, tokens: int = PROMPT_TOKENS) -> None:
-    """One prompt a step; each step withdraws what the pool takes back and shows what is new."""
+class Mirror:
+    """Another engine, which has a copy of each block of this one."""
+
+    def __init__(self, node: ServedNode, engine: Played) -> None:
+        own = engine.connector._scheduler.cache.epoch_state
+        self._own, self._peers, self._blocks = engine.table, own.peers, range(engine.num_blocks)
+        info = structs.replace(own.info, epoch=own.info.epoch + 1, name="mirror", lease_bit=1)
+        self._table = node.serve(
+            info.name, info.epoch, info.num_blocks, fingerprint=info.fingerprint
+        ).table
+        node.enlist(self._table)
+        self._table.set_life(Rank(0))
+        self._peers.joined(info)
+        assert self._peers.offer_blocks(), "the engine may not import from its peer"
+        # By these steps, in which no model runs, nothing would be worth an import.
+        costs = engine.connector._scheduler.cache.planner.costs
+        costs.import_ratio, costs.least_blocks = lambda *_: IMPORT_RATIO, lambda *_: 1
+        while engine.connector._scheduler.cache.lookups_are_early:  # requests would wait
+            time.sleep(0.01)
+
+    def copy(self) -> None:
+        """Copy what the engine has, into blocks of the same numbers; the engine hears of it."""
+        gone, _ = self._table.retract([BlockId(block) for block in self._blocks])
+        records = self._own.scan()
+        event = gone + self._table.publish(records, bytes(8 * (len(records) // RECORD_BYTES)))
+        self._peers.apply_events([(self._table.epoch, event)])
+
+
+def prefill(
+    engines: list[Played],
+    rounds: int,
+    tokens: int = PROMPT_TOKENS,
+    ended: Callable[[], None] = lambda: None,
+) -> None:
+    """One prompt a step; each step withdraws what the pool takes back and shows what is new.
+    ``ended``: called behind each."""
     chance = random.Random(1)
     for index in range(WARM_UP + rounds):
         if index == WARM_UP:
@@ -147,6 +188,7 @@ def prefill(engines: list[Played], rounds: int, tokens: int = PROMPT_TOKENS) -> 
             engine.add(f"r{index}", prompt, max_tokens=1)
             engine.timed_step()
             engine.step_aside()
+        ended()
 
 
 def decode(engines: list[Played], rounds: int) -> None:
@@ -175,6 +217,16 @@ def pair(model: Path, num_blocks: int, **arguments: Any) -> Iterator[list[Played
         engines[0].close()
 
 
+@contextmanager
+def mirrored(engine: Played) -> Iterator[Mirror]:
+    """A peer of this engine."""
+    node = ServedNode(Path(os.environ["KVSHM_RUN_DIR"]), os.environ["KVSHM_NAMESPACE"])
+    try:
+        yield Mirror(node, engine)
+    finally:
+        node.close()
+
+
 def result(engines: list[Played]) -> dict[str, Any]:
     ours, plain = (percentiles(engine.milliseconds) for engine in engines)
     added = [a - b for a, b in zip(*(e.milliseconds for e in engines), strict=True)]
@@ -190,12 +242,12 @@ def result(engines: list[Played]) -> dict[str, Any]:
     }
 
 
-def freed(engines: list[Played]) -> dict[str, Any]:
+def freed(engines: list[Played], blocks: int = FREED) -> dict[str, Any]:
     """The longest single call of each step."""
     calls = engines[0].longest_calls
     names = Counter(name for _, name in calls)
     return {
-        "blocks": FREED,
+        "blocks": blocks,
         "longest_call_ms": percentiles([spent / 1e6 for spent, _ in calls]),
         "hook": names.most_common(1)[0][0],
         **result(engines),
@@ -219,6 +271,14 @@ def main() -> None:
         with pair(model, FREED + 1000, max_num_seqs=8, **long) as engines:
             prefill(engines, rounds, tokens)
             at_once = freed(engines)
+        beside_peer = {}
+        for name, length, blocks, settings in (
+            ("prefill", PROMPT_TOKENS, 6000, {"max_num_seqs": 64}),
+            ("freed", tokens, FREED + 1000, {"max_num_seqs": 8, **long}),
+        ):
+            with pair(model, blocks, **settings) as engines, mirrored(engines[0]) as mirror:
+                prefill(engines, rounds, length, ended=mirror.copy)
+                beside_peer[name] = freed(engines, length // BLOCK_SIZE)
         many = REQUESTS * (500 + 8 * (rounds + 3 * WARM_UP)) // BLOCK_SIZE
         with pair(model, many, max_num_seqs=REQUESTS) as engines:
             decode(engines, rounds)
@@ -228,7 +288,14 @@ def main() -> None:
             drafts = result(engines)
     finally:
         shutil.rmtree(directory)
-    report("scheduler", prefill=first, decode=plain, decode_with_drafts=drafts, freed=at_once)
+    report(
+        "scheduler",
+        prefill=first,
+        decode=plain,
+        decode_with_drafts=drafts,
+        freed=at_once,
+        beside_peer=beside_peer,
+    )
 
 
 if __name__ == "__main__":

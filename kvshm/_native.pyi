@@ -25,8 +25,8 @@ _Run = TypeVar("_Run", bound=tuple[Any, ...])
 """Chain, index of the first block, packed pairs of block and version; then, if given, how many
 hashes the chain has for each block (otherwise 1), and whatever the caller adds."""
 
-FoundDuplicates: TypeAlias = tuple[list[Any], Any, int, bool, float]
-Known: TypeAlias = tuple[Buffer, Buffer, Mapping[int, Buffer], Buffer, Buffer, int]
+FoundDuplicates: TypeAlias = tuple[list[Any], bytes, bytes, int, Any, int, bool, float]
+Views: TypeAlias = tuple[Buffer, Buffer, Mapping[int, Buffer], Buffer, Buffer, int, Buffer]
 KeptRuns: TypeAlias = tuple[list[tuple[Any, Any]], int, int]
 
 NUM_SYNC_POINTS: int
@@ -87,6 +87,15 @@ def kept_runs(table: Buffer, head: Any, wanted: int, most: int, now: int, /) -> 
     ``wanted`` of them are not kept (``kvshm_kept``).  Returns the first and last block of each run
     of kept ones, and how many blocks were not kept, and how many were."""
 
+def skip_unhashed(head: Any, wanted: int, /) -> tuple[Any, int]:
+    """Walk the blocks that follow ``head`` up to the first with a hash, ``wanted`` at most.
+    Returns the last one without, or ``head``, and how many are still wanted."""
+
+def put_behind(known: Buffer, place: Any, blocks: list[Any], ends: list[Any], /) -> None:
+    """Move blocks of the queue behind another one of it, in this order; they are no longer
+    ``known`` (``find_duplicates``).  In ``ends`` one that moves is replaced by the block before it.
+    """
+
 # -- duplicates: the ``tables`` are those of the engines that count, by row of ``index``
 
 def find_duplicates(
@@ -96,6 +105,7 @@ def find_duplicates(
     marks: Buffer,
     needed: Buffer,
     turn: int,
+    known: Buffer,
     begin: Any,
     wanted: int,
     most: int,
@@ -107,8 +117,10 @@ def find_duplicates(
     needs which stays, or ``most`` blocks were walked, or the queue has ended.  One that was used
     too lately stays: less than ``ratio`` times as long ago as the first last copy that was walked;
     and so do prefixes of fewer blocks than are imported, and what is behind the last one that would
-    be.  Returns the duplicates, the last block walked, how many were, whether the queue has ended,
-    and for how many seconds that last copy has rested.  ``limits``: the present tick of the marks,
+    be.  Returns those duplicates that were not ``known`` (a byte for each block, set for those that
+    are found), the mark of each, how many there were with known ones, the last block walked, how
+    many were, whether the queue has ended, and for how many seconds that last copy has rested.
+    ``limits``: the present tick of the marks,
     the table's age in milliseconds, ``ratio``, those seconds of the walk before (0: none was met),
     and the fewest and most blocks of an import.  ``needed``: room that walks share, of 8 bytes for
     each of a power of two of hashes, 0 at first; a walk uses what others of its ``turn`` have put
@@ -121,12 +133,18 @@ def still_duplicates(
     marks: Buffer,
     needed: Buffer,
     turn: int,
+    known: Buffer,
     blocks: list[Any],
+    were: bytes,
     now: int,
     /,
 ) -> tuple[list[Any], bytes]:
-    """Return those of these pool blocks, which a walk has found in this order, that are duplicates
-    now and not needed, and one copy of each, packed."""
+    """Return those of these pool blocks, which walks have found in this order, that are duplicates
+    now and not needed, and have the mark that they had, and one copy of each, packed.  The others
+    are no longer ``known``."""
+
+def forget(known: Buffer, blocks: list[Any], /) -> None:
+    """These pool blocks are no longer known."""
 
 def count_lost(index: Buffer, tables: Mapping[int, Buffer], copies: bytes, /) -> int:
     """Return how many of these copies are gone."""

@@ -25,6 +25,8 @@ from kvshm._base.ids import LoadId as LoadId
 from kvshm._base.ids import Rank as Rank
 from kvshm._engine.costs import Costs as Costs
 from kvshm._engine.duplicate_search import DuplicateSearch as DuplicateSearch
+from kvshm._engine.duplicate_search import Found as Found
+from kvshm._engine.duplicate_search import skip_unhashed as skip_unhashed
 from kvshm._engine.epoch_state import EngineSpec as EngineSpec
 from kvshm._engine.groups import Group as Group
 from kvshm._engine.groups import Groups as Groups

@@ -32,6 +32,7 @@ class Run(NamedTuple):
         return self.first + len(self.packed) // _PAIR.size
 
 
+MARK_BYTES = 8
 SOUND = 1
 """Flag.  The other flag, 2, is the native module's: the block is published.  The bits behind them
 say when a request last began with it, in ticks; 0: none has since it was written."""
@@ -56,7 +57,7 @@ class Marks:
         always sound, because it is never read."""
         self._clock, self._created = clock, clock()
         self._always_sound = [] if null_block is None else [null_block]
-        self.packed = bytearray(8 * num_blocks)
+        self.packed = bytearray(MARK_BYTES * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
         self._words = memoryview(self.packed).cast("I")
         self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)

@@ -89,9 +89,9 @@ int64_t kvshm_look_at_free(kvshm_segment table, kvshm_segment index, const kvshm
                            const uint32_t *blocks, size_t count, uint32_t now,
                            kvshm_free_block *found);
 
-/* Whether that engine would still lease the copy of a duplicate. */
-bool kvshm_copy_is_there(const kvshm_segment *tables, kvshm_segment index,
-                         const kvshm_free_block *duplicate);
+/* Of how many duplicates the engine that has the copy would still lease it. */
+int64_t kvshm_copies_there(const kvshm_segment *tables, kvshm_segment index,
+                           const kvshm_free_block *duplicates, size_t count);
 
 /* -- slots: importer's side ---------------------------------------------------------- */
 

@@ -99,6 +99,12 @@ int kvshm_open_for_records(kvshm_segment segment, table_view *table, const kvshm
 int kvshm_open_for_blocks(kvshm_segment segment, table_view *table, const uint32_t *blocks,
                           size_t count);
 
+/* Whether all processes of an engine live, and its table is of this epoch (importer.c). */
+bool kvshm_is_alive(const table_view *table, uint64_t epoch);
+
+/* Whether a slot, whose word was loaded (acquire), is READY with what the record says. */
+bool kvshm_is_named(const uint8_t *slot, uint64_t word, const kvshm_record *record);
+
 static inline uint8_t *slot_of(const table_view *table, uint32_t block_id)
 {
     return table->slots + (uint64_t)block_id * KVSHM_SLOT_BYTES;

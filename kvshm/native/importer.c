@@ -28,7 +28,7 @@ static bool has_died(const table_view *table, uint32_t process)
     return get(table->base + KVSHM_PULSES_OFFSET + 8 * process) & KVSHM_PULSE_DIED;
 }
 
-static bool alive(const table_view *table, uint64_t epoch)
+bool kvshm_is_alive(const table_view *table, uint64_t epoch)
 {
     /* acquire: a caller that finds the table alive sees the table as its owner made it */
     bool good = get_acquire(table->base + KVSHM_EPOCH_OFFSET) == epoch &&
@@ -39,8 +39,7 @@ static bool alive(const table_view *table, uint64_t epoch)
     return good;
 }
 
-/* Whether the slot, whose word was just loaded, is READY with what the record says. */
-static bool is_named(const uint8_t *slot, uint64_t word, const kvshm_record *record)
+bool kvshm_is_named(const uint8_t *slot, uint64_t word, const kvshm_record *record)
 {
     return state_of(word) == KVSHM_READY && generation_of(word) == record->generation &&
            same_key(slot, record);
@@ -53,7 +52,7 @@ static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
 {
     uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */
     for (;;) {
-        if (!is_named(slot, word, record))
+        if (!kvshm_is_named(slot, word, record))
             return -1;
         sync_point(KVSHM_SYNC_LEASE_LOADED);
         if (!mask)
@@ -73,7 +72,7 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
     RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     if (bit < -1 || bit >= KVSHM_NUM_LEASE_BITS)
         return KVSHM_OUT_OF_RANGE;
-    if (!alive(&table, epoch))
+    if (!kvshm_is_alive(&table, epoch))
         return 0;
     uint64_t mask = bit < 0 ? 0 : (uint64_t)1 << bit;
     size_t length = 0;
@@ -161,13 +160,13 @@ int64_t kvshm_hold(kvshm_segment segment, uint64_t epoch, const kvshm_record *re
     table_view table;
     RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     int64_t found = 0;
-    if (!alive(&table, epoch))
+    if (!kvshm_is_alive(&table, epoch))
         return 0;
     for (size_t i = 0; i < count; i++) {
         if (records[i].block_id >= table.num_blocks)
             continue;
         uint8_t *slot = slot_of(&table, records[i].block_id);
-        if (is_named(slot, get_acquire(slot), &records[i])) {
+        if (kvshm_is_named(slot, get_acquire(slot), &records[i])) {
             raise_hold(slot, now, until);
             found++;
         }

@@ -143,8 +143,11 @@ static Py_ssize_t read_ahead(const view *v, PyObject *at, PyObject **ahead, uint
 }
 
 typedef struct {
-    PyObject *at, *found; /* references are held */
-    Py_ssize_t wanted, most, walked;
+    PyObject *at, *found; /* references are held; those found that are not known yet */
+    mark *were;           /* the mark of each of these */
+    kvshm_free_block *copies; /* and a copy of it */
+    const Py_buffer *known; /* for each block: whether it was found before */
+    Py_ssize_t wanted, met, most, walked; /* met: found, known ones as well */
     bool ended;
     unsigned int tick, age_ms; /* the time, as marks and slots have it */
     double ratio;              /* what importing a block costs, divided by computing it */
@@ -175,6 +178,51 @@ static bool is_too_young(const progress *p, double age)
     return age < p->ratio * p->oldest;
 }
 
+/* Blocks of a list are no longer known.  Stops at an exception. */
+static void forget(kvshm_slot_offsets *places, const Py_buffer *known, PyObject *blocks)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(blocks) && !PyErr_Occurred(); i++) {
+        PyObject *block = kvshm_item(blocks, i);
+        long long id = block ? number_of(kvshm_get(places, block, KVSHM_BLOCK_ID)) : -1;
+        Py_XDECREF(block);
+        if (id >= 0 && id < known->len)
+            ((uint8_t *)known->buf)[id] = 0;
+    }
+}
+
+/* With an exception: nobody gets these blocks, so another walk may find them. */
+static void lose(const view *v, const Py_buffer *known, PyObject *blocks)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    forget(v->places, known, blocks);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
+/* Add a duplicate that may go, unless it is known, or has lost its hash unnoticed; false with an
+ * exception. */
+static bool add_found(const view *v, progress *p, const marks_view *marks, PyObject *block,
+                      uint32_t id, const kvshm_free_block *looked)
+{
+    uint8_t *known = p->known->buf;
+    if (id >= p->known->len || id >= marks->count)
+        return PyErr_Format(PyExc_IndexError, "there is no block %lu", (unsigned long)id) != NULL;
+    PyObject *hash = kvshm_get(v->places, block, KVSHM_BLOCK_HASH);
+    bool hashed = hash && hash != Py_None;
+    Py_XDECREF(hash);
+    if (!hashed)
+        return !PyErr_Occurred();
+    p->met++;
+    if (known[id])
+        return true;
+    Py_ssize_t index = PyList_Size(p->found);
+    known[id] = 1;
+    p->were[index] = marks->of[id];
+    p->copies[index] = *looked;
+    return PyList_Append(p->found, block) == 0;
+}
+
 /* Walk AT_ONCE blocks at most; false with an exception. */
 static bool walk_some(const view *v, const marks_view *marks, const hash_set *needed, progress *p)
 {
@@ -184,14 +232,14 @@ static bool walk_some(const view *v, const marks_view *marks, const hash_set *ne
     Py_ssize_t left = p->most - p->walked, most = left < AT_ONCE ? left : AT_ONCE;
     Py_ssize_t count = read_ahead(v, p->at, ahead, ids, (size_t)most), used = 0;
     bool good = count >= 0 && look_at(v, ids, (size_t)(count < 0 ? 0 : count), looked);
-    for (; good && used < count && PyList_Size(p->found) < p->wanted; used++) {
+    for (; good && used < count && p->met < p->wanted; used++) {
         if (looked[used].kind == KVSHM_DUPLICATE && !is_imported(p, &looked[used]))
             looked[used].kind = KVSHM_LAST_COPY;
         double age = age_of(p, marks, ids[used], &looked[used]);
         if (looked[used].kind == KVSHM_LAST_COPY && !(p->oldest > 0))
             p->oldest = age;
         if (may_go(needed, marks, ids[used], &looked[used]) && !is_too_young(p, age))
-            good = PyList_Append(p->found, ahead[used]) == 0;
+            good = add_found(v, p, marks, ahead[used], ids[used], &looked[used]);
     }
     if (good && used) {
         Py_DECREF(p->at);
@@ -220,26 +268,39 @@ static PyObject *native_find_duplicates(PyObject *module, PyObject *args)
     BUFFER(table);
     BUFFER(index);
     BUFFER(room);
+    BUFFER(known);
     TABLES(tables);
     MARKS(marks);
+    ARRAY(were, mark);
+    ARRAY(copies, kvshm_free_block);
     progress p = {0};
     unsigned long long round;
     view v = {module, &table, &index, tables.of, &kvshm_state_of(module)->blocks, 0};
-    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KOnnI(IIddII):find_duplicates", &table, &index, to_tables,
-                          &tables, kvshm_to_marks, &marks, &room, &round, &p.at, &p.wanted, &p.most,
-                          &v.now, &p.tick, &p.age_ms, &p.ratio, &p.oldest, &p.least,
-                          &p.most_blocks))
+    if (!PyArg_ParseTuple(args, "y*y*O&O&w*Kw*OnnI(IIddII):find_duplicates", &table, &index,
+                          to_tables, &tables, kvshm_to_marks, &marks, &room, &round, &known, &p.at,
+                          &p.wanted, &p.most, &v.now, &p.tick, &p.age_ms, &p.ratio, &p.oldest,
+                          &p.least, &p.most_blocks))
         return NULL;
     hash_set needed;
-    if (!to_set(&room, round, &needed) || !(p.found = PyList_New(0)))
+    Py_ssize_t most = p.wanted < p.most ? p.wanted : p.most;
+    size_t num_found = most > 0 ? (size_t)most : 0;
+    if (!to_set(&room, round, &needed) || !(p.were = kvshm_make_room(&were, num_found)) ||
+        !(p.copies = kvshm_make_room(&copies, num_found)) || !(p.found = PyList_New(0)))
         return NULL;
+    p.known = &known;
     Py_INCREF(p.at);
     bool good = true;
-    while (good && !p.ended && p.walked < p.most && PyList_Size(p.found) < p.wanted)
+    while (good && !p.ended && p.walked < p.most && p.met < p.wanted)
         good = walk_some(&v, &marks, &needed, &p);
-    PyObject *result = good ? Py_BuildValue("(OOnOd)", p.found, p.at, p.walked,
-                                          p.ended ? Py_True : Py_False, p.oldest)
-                            : NULL;
+    Py_ssize_t found = PyList_Size(p.found);
+    PyObject *result =
+        good ? Py_BuildValue("(Oy#y#nOnOd)", p.found, (const char *)p.were,
+                             found * (Py_ssize_t)sizeof *p.were, (const char *)p.copies,
+                             found * (Py_ssize_t)sizeof *p.copies, p.met, p.at, p.walked,
+                             p.ended ? Py_True : Py_False, p.oldest)
+             : NULL;
+    if (!result)
+        lose(&v, &known, p.found);
     Py_DECREF(p.at);
     Py_DECREF(p.found);
     return result;
@@ -247,45 +308,92 @@ static PyObject *native_find_duplicates(PyObject *module, PyObject *args)
 
 /* -- blocks that were found before ------------------------------------------------------------------ */
 
+/* Whether a block that had this mark when it was found is free and still holds the same: nothing has
+ * changed it, and no request has begun with it.  A block without a hash is at the queue's head
+ * already.  False also with an exception. */
+static bool is_unused(const view *v, const marks_view *marks, PyObject *block, uint32_t id, mark was)
+{
+    if (id >= marks->count || memcmp(&marks->of[id], &was, sizeof was))
+        return false;
+    PyObject *next = kvshm_get(v->places, block, KVSHM_NEXT_FREE);
+    PyObject *hash = next ? kvshm_get(v->places, block, KVSHM_BLOCK_HASH) : NULL;
+    bool unused = hash && next != Py_None && hash != Py_None;
+    Py_XDECREF(next);
+    Py_XDECREF(hash);
+    return unused;
+}
+
+/* Read the ids of the blocks of a list; false with an exception. */
+static bool read_ids(const view *v, PyObject *blocks, size_t count, uint32_t *ids)
+{
+    for (size_t i = 0; i < count; i++) {
+        PyObject *block = kvshm_item(blocks, (Py_ssize_t)i);
+        long long id = block ? id_of(v, block) : -1;
+        Py_XDECREF(block);
+        if (PyErr_Occurred())
+            return false;
+        ids[i] = id < 0 ? UINT32_MAX : (uint32_t)id;
+    }
+    return true;
+}
+
 static PyObject *native_still_duplicates(PyObject *module, PyObject *args)
 {
     BUFFER(table);
     BUFFER(index);
     BUFFER(room);
+    BUFFER(known);
     TABLES(tables);
     MARKS(marks);
+    ARRAY(were, mark);
+    ARRAY(ids, uint32_t);
+    ARRAY(looked, kvshm_free_block);
     PyObject *blocks;
     unsigned long long round;
     hash_set needed;
     view v = {module, &table, &index, tables.of, &kvshm_state_of(module)->blocks, 0};
-    if (!PyArg_ParseTuple(args, "y*y*O&O&w*KO!I:still_duplicates", &table, &index, to_tables,
-                          &tables, kvshm_to_marks, &marks, &room, &round, &PyList_Type, &blocks, &v.now) ||
+    if (!PyArg_ParseTuple(args, "y*y*O&O&w*Kw*O!O&I:still_duplicates", &table, &index, to_tables,
+                          &tables, kvshm_to_marks, &marks, &room, &round, &known, &PyList_Type,
+                          &blocks, kvshm_to_array, &were, &v.now) ||
         !to_set(&room, round, &needed))
         return NULL;
-    Py_ssize_t count = PyList_Size(blocks), kept = 0;
+    size_t count = (size_t)PyList_Size(blocks), kept = 0;
+    if (count != were.count)
+        return PyErr_Format(PyExc_ValueError, "%zu marks of %zu blocks", were.count, count);
+    kvshm_free_block *copies = kvshm_make_room(&looked, count);
+    if (!copies || !kvshm_make_room(&ids, count) || !read_ids(&v, blocks, count, ids.of) ||
+        !look_at(&v, ids.of, count, copies))
+        return NULL;
     PyObject *found = PyList_New(0);
-    kvshm_free_block *copies;
-    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *copies);
-    bool good = found && packed;
-    copies = packed ? (kvshm_free_block *)(void *)PyBytes_AsString(packed) : NULL;
-    for (Py_ssize_t i = 0; good && i < count; i++) {
-        PyObject *block = kvshm_item(blocks, i);
-        kvshm_free_block looked;
-        long long id = block ? id_of(&v, block) : -1;
-        uint32_t known = id < 0 ? UINT32_MAX : (uint32_t)id;
-        good = !PyErr_Occurred() && look_at(&v, &known, 1, &looked);
-        if (good && may_go(&needed, &marks, known, &looked)) {
-            copies[kept++] = looked;
+    bool good = found != NULL;
+    for (size_t i = 0; good && i < count; i++) {
+        uint32_t id = ((const uint32_t *)ids.of)[i];
+        PyObject *block = kvshm_item(blocks, (Py_ssize_t)i);
+        if (block && is_unused(&v, &marks, block, id, ((const mark *)were.of)[i]) &&
+            may_go(&needed, &marks, id, &copies[i])) {
+            copies[kept++] = copies[i];
             good = PyList_Append(found, block) == 0;
+        } else if (id < (size_t)known.len) {
+            ((uint8_t *)known.buf)[id] = 0;
         }
         Py_XDECREF(block);
+        good = good && !PyErr_Occurred();
     }
     PyObject *result = good ? Py_BuildValue("(Oy#)", found, (const char *)copies,
-                                            kept * (Py_ssize_t)sizeof *copies)
+                                            (Py_ssize_t)(kept * sizeof *copies))
                             : NULL;
-    Py_XDECREF(packed);
     Py_XDECREF(found);
     return result;
+}
+
+static PyObject *native_forget(PyObject *module, PyObject *args)
+{
+    BUFFER(known);
+    PyObject *blocks;
+    if (!PyArg_ParseTuple(args, "w*O!:forget", &known, &PyList_Type, &blocks))
+        return NULL;
+    forget(&kvshm_state_of(module)->blocks, &known, blocks);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *native_count_lost(PyObject *module, PyObject *args)
@@ -293,20 +401,17 @@ static PyObject *native_count_lost(PyObject *module, PyObject *args)
     BUFFER(index);
     TABLES(tables);
     ARRAY(copies, kvshm_free_block);
-    (void)module;
     if (!PyArg_ParseTuple(args, "y*O&O&:count_lost", &index, to_tables, &tables, kvshm_to_array,
                           &copies))
         return NULL;
-    size_t lost = 0;
-    for (size_t i = 0; i < copies.count; i++)
-        lost += !kvshm_copy_is_there(tables.of, segment_of(&index),
-                                     &((const kvshm_free_block *)copies.of)[i]);
-    return PyLong_FromSize_t(lost);
+    int64_t there = kvshm_copies_there(tables.of, segment_of(&index), copies.of, copies.count);
+    return kvshm_number(module, &index, there < 0 ? there : (int64_t)copies.count - there);
 }
 
 PyMethodDef kvshm_duplicate_methods[] = {
     {"find_duplicates", native_find_duplicates, METH_VARARGS, NULL},
     {"still_duplicates", native_still_duplicates, METH_VARARGS, NULL},
+    {"forget", native_forget, METH_VARARGS, NULL},
     {"count_lost", native_count_lost, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

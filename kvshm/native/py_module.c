@@ -25,7 +25,8 @@ static const kvshm_slot_offsets unknown_blocks = {
     .names = {{"block_id", "block_id"},
               {"block_hash", "_block_hash"},
               {"ref_cnt", "ref_cnt"},
-              {"next_free_block", "next_free_block"}}};
+              {"next_free_block", "next_free_block"},
+              {"prev_free_block", "prev_free_block"}}};
 
 static const kvshm_slot_offsets unknown_tracked = {.names = {{"request", "request"},
                                                        {"complete", "complete"},

@@ -122,7 +122,7 @@ PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offse
 
 /* -- attributes of objects of one class (py_slot_offsets.c) ------------------------------------- */
 
-enum { KVSHM_MAX_PLACES = 4 };
+enum { KVSHM_MAX_PLACES = 5 };
 
 typedef struct {
     const char *asked_for, *kept_as; /* a property's name, and the attribute that it returns */
@@ -135,7 +135,13 @@ typedef struct {
     size_t at[KVSHM_MAX_PLACES];  /* in words */
 } kvshm_slot_offsets;
 
-enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT, KVSHM_NEXT_FREE };
+enum kvshm_of_block {
+    KVSHM_BLOCK_ID,
+    KVSHM_BLOCK_HASH,
+    KVSHM_REF_CNT,
+    KVSHM_NEXT_FREE,
+    KVSHM_PREV_FREE
+};
 enum kvshm_of_tracked { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_EPOCHS, KVSHM_PREEMPTIONS };
 
 /* Names of attributes that requests have (vLLM's). */
@@ -166,6 +172,19 @@ static inline PyObject *kvshm_get(kvshm_slot_offsets *places, PyObject *object, 
     PyObject *kept =
         Py_TYPE(object) == places->type ? ((PyObject **)object)[places->at[which]] : NULL;
     return kept ? Py_NewRef(kept) : PyObject_GetAttrString(object, places->names[which].asked_for);
+}
+
+/* Set an attribute; false with an exception. */
+static inline bool kvshm_set(kvshm_slot_offsets *places, PyObject *object, int which, PyObject *value)
+{
+    if (Py_TYPE(object) != places->tried)
+        kvshm_find_slot_offsets(places, Py_TYPE(object));
+    if (Py_TYPE(object) != places->type)
+        return PyObject_SetAttrString(object, places->names[which].kept_as, value) == 0;
+    PyObject **word = (PyObject **)object + places->at[which], *before = *word;
+    *word = Py_NewRef(value);
+    Py_XDECREF(before);
+    return true;
 }
 
 static inline PyObject *bytes_of(const void *data, size_t size)

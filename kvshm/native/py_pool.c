@@ -1,9 +1,9 @@
-/* Glue between Python and the core: the walk along vLLM's queue of free blocks, a linked list
- * through the blocks themselves (hooks/vllm/exports/kept_blocks.py).  Keeps the GIL. */
+/* Glue between Python and the core: vLLM's queue of free blocks, a linked list through the blocks
+ * themselves: the walk along it (hooks/vllm/exports/kept_blocks.py), and blocks that move to its
+ * head (duplicates.py there).  Keeps the GIL. */
 
 #include "py_module.h"
 
-#include <stdbool.h>
 #include <string.h>
 
 enum { AT_LEAST = 64 }; /* blocks looked at together, once a kept one was found */
@@ -117,7 +117,106 @@ static PyObject *native_kept_runs(PyObject *module, PyObject *args)
     return result;
 }
 
+/* -- blocks that move to the queue's head ---------------------------------------------------------- */
+
+/* Have two blocks of the queue follow each other. */
+static bool join(kvshm_slot_offsets *places, PyObject *before, PyObject *behind)
+{
+    return kvshm_set(places, before, KVSHM_NEXT_FREE, behind) &&
+           kvshm_set(places, behind, KVSHM_PREV_FREE, before);
+}
+
+/* A walk that has ended at a block which is about to move steps back to the one before. */
+static bool step_back(kvshm_slot_offsets *places, PyObject *ends, PyObject *block)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(ends); i++) {
+        if (PyList_GetItem(ends, i) != block)
+            continue;
+        PyObject *before = kvshm_get(places, block, KVSHM_PREV_FREE);
+        if (!before || PyList_SetItem(ends, i, before) < 0)
+            return false;
+    }
+    return true;
+}
+
+/* Move a block of the queue between two others that follow each other, or leave it there if it is
+ * the second of them. */
+static bool put_between(kvshm_slot_offsets *places, PyObject *place, PyObject *block,
+                        PyObject *following)
+{
+    if (block == following)
+        return true;
+    PyObject *before = kvshm_get(places, block, KVSHM_PREV_FREE);
+    PyObject *behind = before ? kvshm_get(places, block, KVSHM_NEXT_FREE) : NULL;
+    bool good = behind && join(places, before, behind) && join(places, place, block) &&
+                join(places, block, following);
+    Py_XDECREF(before);
+    Py_XDECREF(behind);
+    return good;
+}
+
+/* Move a block of the queue behind another one of it.  False with an exception. */
+static bool move_behind(kvshm_slot_offsets *places, PyObject *place, PyObject *block, PyObject *ends)
+{
+    PyObject *following = kvshm_get(places, place, KVSHM_NEXT_FREE);
+    bool good = following && step_back(places, ends, block) &&
+                put_between(places, place, block, following);
+    Py_XDECREF(following);
+    return good;
+}
+
+static PyObject *native_put_behind(PyObject *module, PyObject *args)
+{
+    BUFFER(known);
+    PyObject *place, *blocks, *ends;
+    kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
+    if (!PyArg_ParseTuple(args, "w*OO!O!:put_behind", &known, &place, &PyList_Type, &blocks,
+                          &PyList_Type, &ends))
+        return NULL;
+    Py_INCREF(place);
+    bool good = true;
+    for (Py_ssize_t i = 0; good && i < PyList_Size(blocks); i++) {
+        PyObject *block = kvshm_item(blocks, i);
+        long long id = block ? number_of(kvshm_get(places, block, KVSHM_BLOCK_ID)) : -1;
+        if (id >= 0 && id < known.len)
+            ((uint8_t *)known.buf)[id] = 0;
+        good = block && !PyErr_Occurred() && move_behind(places, place, block, ends);
+        Py_DECREF(place);
+        place = block;
+    }
+    Py_XDECREF(place);
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* Of the next blocks, `wanted` at most, those that have no hash and come before any that has. */
+static PyObject *native_skip_unhashed(PyObject *module, PyObject *args)
+{
+    PyObject *place;
+    unsigned long long wanted;
+    kvshm_slot_offsets *places = &kvshm_state_of(module)->blocks;
+    if (!PyArg_ParseTuple(args, "OK:skip_unhashed", &place, &wanted))
+        return NULL;
+    Py_INCREF(place);
+    for (; wanted; wanted--) {
+        PyObject *next = kvshm_get(places, place, KVSHM_NEXT_FREE);
+        PyObject *hash = next ? kvshm_get(places, next, KVSHM_BLOCK_HASH) : NULL;
+        bool unhashed = hash == Py_None;
+        Py_XDECREF(hash);
+        if (!unhashed) {
+            Py_XDECREF(next);
+            break;
+        }
+        Py_DECREF(place);
+        place = next;
+    }
+    PyObject *result = PyErr_Occurred() ? NULL : Py_BuildValue("(OK)", place, wanted);
+    Py_DECREF(place);
+    return result;
+}
+
 PyMethodDef kvshm_pool_methods[] = {
+    {"skip_unhashed", native_skip_unhashed, METH_VARARGS, NULL},
+    {"put_behind", native_put_behind, METH_VARARGS, NULL},
     {"kept_runs", native_kept_runs, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -299,6 +300,31 @@ def test_several_words_are_added_to_in_one_call(table: mmap.mmap) -> None:
     assert [_native.load(table, word) for word in words] == [6, 2, 3, 4]
 
 
+def test_blocks_of_any_class_move_behind_another_one() -> None:
+    queue = [SimpleNamespace(block_id=number) for number in range(8)]
+    for before, behind in pairwise(queue):
+        before.next_free_block, behind.prev_free_block = behind, before
+    ends = [queue[5], queue[2]]
+    known = bytearray([1] * 8)
+    _native.put_behind(known, queue[0], [queue[i] for i in (1, 4, 5)], ends)
+    moved = [queue[i] for i in (0, 1, 4, 5, 2, 3, 6, 7)]
+    for before, behind in pairwise(moved):
+        assert before.next_free_block is behind
+        assert behind.prev_free_block is before
+    assert ends[0] is queue[3]
+    assert ends[1] is queue[2]
+    assert known == bytes([1, 0, 1, 1, 0, 0, 1, 1])
+    with pytest.raises(AttributeError, match="free_block"):
+        _native.put_behind(known, queue[0], [SimpleNamespace(block_id=9)], [])
+
+
+def test_as_many_marks_as_blocks_are_looked_at_again() -> None:
+    with pytest.raises(ValueError, match="2 marks of 1 blocks"):
+        _native.still_duplicates(
+            INDEX, INDEX, {}, MARKS, MARKS, 0, KNOWN, [FREE.next_free_block], bytes(16), 0
+        )
+
+
 def test_address_is_where_the_buffer_lies() -> None:
     memory = bytearray(16)
     assert _native.address(memory) == ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -307,6 +333,7 @@ def test_address_is_where_the_buffer_lies() -> None:
 # -- refusals
 
 MARKS = bytearray(8)
+KNOWN = bytearray(1)
 FREE = SimpleNamespace(next_free_block=SimpleNamespace(block_id=0, next_free_block=None))
 
 LIMITS = 1, 0, 0.0, 0.0, 1, 1
@@ -322,8 +349,10 @@ CALLS: list[Callable[[mmap.mmap], object]] = [
     lambda t: _native.recheck(t, EPOCH, 0, pack(0)),
     lambda t: _native.hold(t, EPOCH, pack(0), 0, 5),
     lambda t: _native.kept_runs(t, FREE, 1, 1, 0),
-    lambda t: _native.find_duplicates(t, INDEX, {}, MARKS, MARKS, 0, FREE, 1, 1, 0, LIMITS),
-    lambda t: _native.still_duplicates(t, INDEX, {}, MARKS, MARKS, 0, [FREE.next_free_block], 0),
+    lambda t: _native.find_duplicates(t, INDEX, {}, MARKS, MARKS, 0, KNOWN, FREE, 1, 1, 0, LIMITS),
+    lambda t: _native.still_duplicates(
+        t, INDEX, {}, MARKS, MARKS, 0, KNOWN, [FREE.next_free_block], bytes(8), 0
+    ),
     lambda t: _native.sweep(t, 1),
     lambda t: _native.scan(t, 0, 1),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,42 @@ def test_far_from_the_queues_head_a_walk_goes_on_where_the_last_one_ended(
     else:
         assert life.take(1) == [twice.pop(1)]
     assert life.take(8) == twice[1:9]
+
+
+def test_for_an_allocation_not_many_more_blocks_are_looked_at_than_it_wants(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though each walk finds some."""
+    monkeypatch.setattr(duplicates, "MOST_WALKED", 8)
+    monkeypatch.setattr(duplicates, "AHEAD", 2)
+    life, queue = filled(served)
+    life.join()
+    twice = queue[3::4]
+    for block in twice:
+        life.copy(0, life.contents[block])
+    walk, walked = life.order._duplicates._search.walk, []  # type: ignore[union-attr]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = walk(*args, **kwargs)
+        walked.append(result.blocks)
+        return result
+
+    monkeypatch.setattr(life.order._duplicates._search, "walk", counted)  # type: ignore[union-attr]
+    assert set(twice[:4]) < set(life.take(12))
+    assert len(walked) > 1
+    assert sum(walked) <= 8 + 12
+
+
+def test_behind_many_duplicates_an_allocation_goes_in_vllms_order(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplicates, "MOST_CHOSEN", 3)
+    life, queue = filled(served)
+    life.join()
+    for block in queue[20:30]:
+        life.copy(0, life.contents[block])
+    assert life.take(5) == [*queue[20:23], *queue[:2]]
+    assert life.take(5) == [*queue[23:26], *queue[2:4]]
 
 
 def test_what_rests_longest_goes_first_though_it_was_no_duplicate_when_others_were_found(

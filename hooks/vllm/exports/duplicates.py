@@ -18,18 +18,27 @@ goes as well, after some time.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvshm.halves import DUPLICATES_REUSED, LAST_COPIES_REUSED, DuplicateSearch, SchedulerHalf
+from kvshm.halves import (
+    DUPLICATES_REUSED,
+    LAST_COPIES_REUSED,
+    DuplicateSearch,
+    Found,
+    SchedulerHalf,
+    skip_unhashed,
+)
 
 AHEAD = 64
-"""Duplicates to find in one walk."""
+"""Duplicates to find in one walk, if no more are wanted."""
 MOST_WALKED = 1024
 """Blocks to look at in one walk.  The next one goes on there, unless there are enough duplicates
 nearer to the queue's head."""
+MOST_CHOSEN = 2048
+"""Duplicates to move for one allocation, which no longer than for these must wait; behind them it
+goes in vLLM's order.  MOST_WALKED blocks more are looked at for it in all."""
 MOST_ASKED = 256
 """Duplicates to look at once more for one allocation, where many are none any more: another engine
 has just dropped its copies, or they were used since."""
@@ -54,20 +63,6 @@ class _Place:
     """Free blocks up to it, or fewer."""
 
 
-class _Found(NamedTuple):
-    """A duplicate that a walk has found."""
-
-    block: Any
-    used: int
-    """When it was used last."""
-    hash: Any
-    """Of its contents."""
-
-    def is_cached(self) -> bool:
-        """Whether it is free, with these contents.  Blocks without contents are first already."""
-        return _is_free(self.block) and None is not self.hash == self.block.block_hash
-
-
 class Duplicates:
     """The duplicates among one engine's free blocks.  Scheduler's thread."""
 
@@ -83,10 +78,10 @@ class Duplicates:
         self._search = search
         self._queue = queue
         self._clock = clock
-        self._found: deque[_Found] = deque()
+        self._found = Found()
         """Duplicates that walks have found, and are not taken yet."""
-        self._known: set[int] = set()
-        """The ids of these, and of those that are being taken."""
+        self._may_walk = 0
+        """How many blocks may still be looked at for this allocation."""
         self._walked_to: list[_Place] = []
         """Where the next walk begins, and last where the one before it did, if that block has been
         used meanwhile; unless one is left, at the queue's head."""
@@ -101,20 +96,16 @@ class Duplicates:
         queue, epoch = self._queue, self._cache.epoch_state
         if epoch is None or not 0 < wanted <= queue.num_free_blocks:
             return
-        place = queue.fake_free_list_head
-        while wanted and place.next_free_block.block_hash is None:
-            place, wanted = place.next_free_block, wanted - 1
+        place, wanted = skip_unhashed(queue.fake_free_list_head, wanted)
         if not wanted:
             return
-        chosen = self._choose(wanted)
-        self._known.difference_update(block.block_id for block in chosen)
+        most = min(wanted, MOST_CHOSEN)
+        self._may_walk = MOST_WALKED + most
+        chosen = self._choose(most)
         for reached in self._walked_to:
             reached.passed -= wanted
-        for block in chosen:
-            self._step_back_from(block)
-            _put_behind(block, place)
-            place = block
         if chosen:
+            self._move(chosen, place)
             epoch.table.counters.add(DUPLICATES_REUSED, len(chosen))
         if len(chosen) < wanted:
             epoch.table.counters.add(LAST_COPIES_REUSED, wanted - len(chosen))
@@ -125,20 +116,21 @@ class Duplicates:
 
     def _choose(self, wanted: int) -> list[Any]:
         """Duplicates as of now, ``wanted`` of them at most."""
+        self._search.begin()
         if len(self._found) < wanted:
             self._begin_anew()
-        chosen, used_at, asked = list[Any](), self._search.used_at, 0
-        while (missing := wanted - len(chosen)) and asked < MOST_ASKED + wanted:
-            if not self._have_found(missing):
-                break
-            taken = [self._found.popleft() for _ in range(min(missing, len(self._found)))]
-            asked += len(taken)
+        chosen, asked = list[Any](), 0
+        while len(self._found) and (missing := wanted - len(chosen)):
+            if asked >= MOST_ASKED + wanted:
+                return chosen
+            earlier = self._found.take(missing)
+            asked += len(earlier)
             # One that was used meanwhile is no longer the one that rested longest, or is in use.
-            still = [f.block for f in taken if used_at(f.block) == f.used and f.is_cached()]
-            good = self._search.confirm(still, anew=not chosen) if still else []
-            self._known.difference_update(found.block.block_id for found in taken)
-            self._known.update(block.block_id for block in good)
-            chosen += good
+            chosen += self._search.confirm(earlier)
+        may_find_more = True
+        while may_find_more and (missing := wanted - len(chosen)):
+            may_find_more = self._find_more(max(missing, AHEAD))
+            chosen += self._search.choose(self._found.take(missing))
         return chosen
 
     def _begin_anew(self) -> None:
@@ -146,36 +138,30 @@ class Duplicates:
         duplicate, and goes before what rests behind it."""
         near = self._queue.num_free_blocks <= MOST_WALKED or self._are_near_head
         if near and self._clock() >= self._rests_until:
-            self._found.clear()
-            self._known.clear()
+            self._search.forget(self._found.blocks)
+            self._found = Found()
             self._walked_to = []
 
-    def _have_found(self, wanted: int) -> bool:
-        """Walk on until so many duplicates are known besides the chosen ones; whether any is."""
-        while len(self._found) < wanted and self._find_more():
-            pass
-        return bool(self._found)
-
-    def _find_more(self) -> bool:
+    def _find_more(self, wanted: int) -> bool:
         """Walk on to more duplicates; whether another walk may find more."""
-        if (now := self._clock()) < self._rests_until:
+        if (now := self._clock()) < self._rests_until or self._may_walk <= 0:
             return False
         began = self._next_place()
         if (ratio := self._search.import_ratio()) >= 1:
             self._rests_until = now + LONG_REST_SECONDS
             return False
         left = self._queue.num_free_blocks - began.passed
-        most, anew = max(0, min(left, MOST_WALKED)), began.block is self._queue.fake_free_list_head
-        walked = self._search.walk(began.block, AHEAD, most, anew=anew, ratio=ratio)
+        most = max(0, min(left, MOST_WALKED, self._may_walk))
+        anew = began.block is self._queue.fake_free_list_head
+        walked = self._search.walk(began.block, wanted, most, anew=anew, ratio=ratio)
+        self._may_walk -= walked.blocks
         passed = began.passed + walked.blocks
         ended = walked.ended or walked.blocks >= left
         last = self._place(walked.last, passed)
         self._walked_to = [] if ended else [last, began]
-        new = [block for block in walked.found if block.block_id not in self._known]
-        self._found += [_Found(b, self._search.used_at(b), b.block_hash) for b in new]
-        self._known.update(block.block_id for block in new)
-        self._are_near_head = passed <= MOST_WALKED and len(walked.found) == AHEAD
-        may_find_more = len(new) == AHEAD or (ended and not anew)
+        self._found.add(walked.found)
+        self._are_near_head = passed <= MOST_WALKED and walked.met >= AHEAD
+        may_find_more = len(walked.found) >= AHEAD or (ended and not anew)
         if not may_find_more:
             self._rests_until = now + max(REST_SECONDS * walked.blocks, LEAST_REST_SECONDS)
         return may_find_more
@@ -194,23 +180,16 @@ class Duplicates:
         is_head = block is self._queue.fake_free_list_head
         return _Place(block, 0 if is_head else self._search.used_at(block), passed)
 
-    def _step_back_from(self, block: Any) -> None:
-        """A block is about to move to the queue's head: a walk that ended there goes on where it
-        was."""
-        for place in self._walked_to:
-            if place.block is block:
-                before = self._place(block.prev_free_block, place.passed)
-                place.block, place.used = before.block, before.used
+    def _move(self, blocks: list[Any], place: Any) -> None:
+        """Move blocks of the queue behind ``place``.  A walk that ended at one of them goes on
+        where it was."""
+        ends = [reached.block for reached in self._walked_to]
+        self._search.put_behind(place, blocks, ends)
+        for reached, end in zip(self._walked_to, ends, strict=True):
+            if end is not reached.block:
+                before = self._place(end, 0)
+                reached.block, reached.used = before.block, before.used
 
 
 def _is_free(block: Any) -> bool:
     return block.next_free_block is not None
-
-
-def _put_behind(block: Any, place: Any) -> None:
-    """Move a block of the queue behind another one of it."""
-    if (following := place.next_free_block) is not block:
-        before, behind = block.prev_free_block, block.next_free_block
-        before.next_free_block, behind.prev_free_block = behind, before
-        place.next_free_block, block.prev_free_block = block, place
-        block.next_free_block, following.prev_free_block = following, block
