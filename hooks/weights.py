@@ -122,6 +122,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     contiguous in some order of its dimensions."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise WeightsUnknown(f"a weight of layout {tensor.layout} on {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():  # then its memory holds other numbers
+        raise WeightsUnknown("a weight that is a conjugate or a negative view of another tensor")
     ordered = outermost_first(tensor)
     size = ordered.numel() * ordered.element_size()
     if ordered.is_contiguous() or size <= _COPY_BYTES:

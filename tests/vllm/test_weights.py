@@ -153,6 +153,14 @@ def test_weights_without_contents_are_unknown() -> None:
         weights_digest(model)
 
 
+@pytest.mark.parametrize("part", ["conj", "imag"])
+def test_weights_that_are_not_what_their_memory_holds_are_unknown(part: str) -> None:
+    model, pair = small_model(), torch.ones(3, dtype=torch.complex64).conj()
+    model.register_buffer("lazy", pair if part == "conj" else pair.imag)
+    with pytest.raises(WeightsUnknown, match="a conjugate or a negative view"):
+        weights_digest(model)
+
+
 class Packed(torch.nn.Module):
     """A linear layer as vLLM leaves it on a CPU: the kernel has the weight, the module none."""
 
