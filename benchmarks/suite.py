@@ -178,6 +178,12 @@ BENCHES = (
         "--arms plain-rr,plain-affinity,kvshm-least,lmcache-least,offload+copies-affinity",
     ),
     Bench(
+        "load-agents", "full", 1100, "is sharing worth it for agents that go on and fork?",
+        "benchmarks/bench_load.py --agents 32 --prefixes 16 --tail-tokens 128 --rates 8,16,24 "
+        "--seconds 20 --repetitions 2 --lmcache {lmcache} "
+        "--arms plain-rr,plain-affinity,kvshm-least,lmcache-least",
+    ),
+    Bench(
         "first-tokens", "full", 2000, "when does the first token come, over several starts?",
         "benchmarks/bench_import.py --starts 3 --rounds 30",
     ),

@@ -68,14 +68,16 @@ STEPS = {
     "decode": "256 decodes",
     "decode_with_drafts": "256 decodes, three drafts",
 }
+BESIDE_PEER = {"prefill": f"{STEPS['prefill']}, beside a peer that has all blocks"}
 
 
 def scheduler(lines: Lines) -> View:
     line = lines[-1]
     head = ("per step, p50 (p99)", "plain vLLM, ms", "in the hooks, ms", "of it", "first, ms")
+    steps = [(called, line[name]) for name, called in STEPS.items()]
+    steps += [(called, line["beside_peer"][name]) for name, called in BESIDE_PEER.items()]
     rows, dots = [], []
-    for name, called in STEPS.items():
-        one = line[name]
+    for called, one in steps:
         parts = [one[part] for part in ("plain_ms", "hooks_ms", "output_ms")]
         plain, hooks, output = (f"{number(part['p50'])} ({number(part['p99'])})" for part in parts)
         rows.append((called, plain, hooks, f"{one['hooks_percent']} %", output))
@@ -355,6 +357,7 @@ VIEWS: dict[str, Callable[[Lines], View]] = {
     "load-engines": load,
     "load-memory": load,
     "load-users": load,
+    "load-agents": load,
     "restart": restart,
     "import": first_token,
     "import-peers": first_token,
