@@ -112,15 +112,21 @@ class Life:
 
     def hit(self, ids: list[int]) -> None:
         """A request begins with these blocks, and ends."""
+        self.begin(ids)
+        self.pool.free_blocks(reversed(self.used[-len(ids) :]))
+        del self.used[-len(ids) :]
+
+    def begin(self, ids: list[int]) -> None:
+        """A request begins with these blocks, and goes on."""
         blocks = [self.pool.blocks[i] for i in ids]
         self.pool.touch(blocks)
         self.marks.make_sound([BlockId(i) for i in ids])
         assert self.marks.touch(blocks, len(blocks)) == len(blocks)
-        self.pool.free_blocks(reversed(blocks))
+        self.used += blocks
 
     def copy(self, other: int, number: int) -> None:
         """Another engine comes to have these contents."""
-        block = BlockId(len(self.theirs[other]))
+        block = BlockId(min(set(range(NUM_BLOCKS)).difference(self.theirs[other].values())))
         self.theirs[other][number] = block
         record = BlockRecord(digest(number), block, Generation(0), 0)
         event = self.others[other].table.publish(pack_records([record]), bytes(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 pytest.importorskip("vllm")
 
 
+from kvshm._shm.statistics import DUPLICATES_REUSED, LAST_COPIES_REUSED
 from kvshm.hooks.vllm.exports import duplicates
 
 from ..unit.served import ServedNode
-from .pool_life import filled, served_pool
+from .pool_life import NUM_BLOCKS, Life, filled, served_pool
 
 
 @pytest.fixture
@@ -229,3 +231,64 @@ def test_what_a_block_held_when_it_was_found_is_not_what_it_holds_after_a_reset(
     for block in (*rest[:3], *queue[41:50]):
         life.copy(1, life.contents[block])
     assert life.take(3) == rest[:3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_life_keeps_the_queue_whole(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Walks end anywhere; blocks are used, dropped elsewhere and lose their hashes meanwhile."""
+    drawn = random.Random(seed)
+    for name, most in (("AHEAD", 20), ("MOST_WALKED", 40), ("MOST_CHOSEN", 9), ("MOST_ASKED", 4)):
+        monkeypatch.setattr(duplicates, name, drawn.randint(1, most))
+    life, _ = filled(served, seed=seed)
+    life.join()
+    life.pause = drawn.choice((1e-4, 1.0))
+    for _ in range(400):
+        free, counted = life.queue(), chosen(life)
+        if free:
+            many = min(len(free), drawn.choice((1, 2, 3, drawn.randint(1, 20))))
+            hashed = [life.pool.blocks[block].block_hash is not None for block in free]
+            first = hashed.index(True) if any(hashed) else len(free)
+            taken = life.take(many)
+            left = life.queue()
+            assert sorted(taken + left) == sorted(free)
+            assert left == [block for block in free if block not in set(taken)], "vLLM's order"
+            if life.order.may_change():
+                assert chosen(life) - counted == max(0, many - first)
+        for _ in range(drawn.randint(1, 6)):
+            go_on(life, drawn)
+
+
+def chosen(life: Life) -> int:
+    """Blocks that were handed out while there were other engines, behind the first with a hash."""
+    return life.count(DUPLICATES_REUSED) + life.count(LAST_COPIES_REUSED)
+
+
+def go_on(life: Life, drawn: random.Random) -> None:
+    """One thing that may happen between two allocations."""
+    free = life.queue()
+    known = {*life.theirs[0], *life.theirs[1]}
+    likely = [block for block in free if life.contents[block] in known] or free
+    block, other = drawn.choice(sorted(life.contents)), drawn.randrange(2)
+    match drawn.randrange(14):
+        case 0 | 1 if free:
+            life.hit([drawn.choice(likely)])
+        case 2 if free:
+            life.begin([drawn.choice(likely)])
+        case 3 if free:
+            life.pool.blocks[drawn.choice(free)].reset_hash()
+        case 4 if not drawn.randrange(5):
+            life.free_all()
+            assert life.pool.reset_prefix_cache()
+        case 5 | 6:
+            drawn.shuffle(life.used)
+            life.free_all()
+        case _:
+            theirs, number = life.theirs[other], life.contents[block]
+            if len(theirs) == NUM_BLOCKS or number in theirs:
+                number = drawn.choice(sorted(theirs))
+                life.drop(other, number)
+                del theirs[number]
+            else:
+                life.copy(other, number)
