@@ -9,7 +9,7 @@ visible      microseconds from the call that sends a batch until the replicas of
              the last one; of batches that come a tenth of a second apart, and of those for which
              another engine waits (a receipt); all the same at 100 batches a second
 coordinator  what its process ran, in cores, while 16 engines send 10,000 records a second each and
-             16 subscribers receive them
+             16 subscribers receive them; ``rates``: the same for fewer and more records
 overload     records a second at which the coordinator's core is used up, or anything is lost; then
              for ten seconds twice as many: records that were lost, and how long after the last of
              them until each row of a replica says what the slot table says
@@ -59,6 +59,7 @@ ENGINES = 16
 PER_PROCESS = 8
 """Engines that a coordinator accepts of one process."""
 RATE = 10_000
+RATES = 2_500, RATE, 40_000
 """Records a second of each engine."""
 BLOCKS = 4096
 OVERLOAD_SECONDS = 10.0
@@ -181,26 +182,37 @@ def coordinator(
 ) -> dict[str, Any]:
     topic = os.urandom(32).hex()
     processes.append(serving := start_coordinator(core=1))
-    hz, records = 100, RATE // 100
-    senders = Crowd(topic, "--hz", hz, "--records", records)
-    processes += senders.processes
     processes.append(sinks := start_self("--sink", topic, "--subscribers", ENGINES))
-    senders.await_ready()
     answer(sinks)
-    shares, sent = [], 0
-    for _ in range(max(2, round(options.seconds))):
-        before = ran_seconds(serving.pid)
-        said = senders.send(1.0)
-        shares.append((ran_seconds(serving.pid) - before) / said["seconds"])
-        sent += said["sent"]
-    time.sleep(0.5)  # what was sent last is on its way
+    relayed = {r: _relayed(topic, r, serving.pid, options.seconds, processes) for r in RATES}
     assert sinks.stdin is not None
     sinks.stdin.close()
     received = json.loads(answer(sinks))["bytes"]
+    sent = sum(one.pop("sent") for one in relayed.values())
     return {
-        "engines": ENGINES, "subscribers": ENGINES, "cores": percentiles(shares),
-        "records_per_second": round(sent / len(shares)),
+        "engines": ENGINES, "subscribers": ENGINES, **relayed[RATE],
+        "rates": [{**one, "cores": one["cores"]["p50"]} for one in relayed.values()],
         "received_share": round(received / ENGINES / RECORD_BYTES / sent, 3),
+    }  # fmt: skip
+
+
+def _relayed(
+    topic: str, rate: int, serving: int, seconds: float, processes: list[subprocess.Popen[Any]]
+) -> dict[str, Any]:
+    """Have new engines send so many records a second each; what the coordinator ran for it."""
+    senders = Crowd(topic, "--hz", 100, "--records", rate // 100)
+    processes += senders.processes
+    senders.await_ready()
+    shares, sent = [], 0
+    for _ in range(max(2, round(seconds))):
+        before = ran_seconds(serving)
+        said = senders.send(1.0)
+        shares.append((ran_seconds(serving) - before) / said["seconds"])
+        sent += said["sent"]
+    time.sleep(0.5)  # what was sent last is on its way
+    senders.kill()
+    return {
+        "cores": percentiles(shares), "records_per_second": round(sent / len(shares)), "sent": sent
     }  # fmt: skip
 
 

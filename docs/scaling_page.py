@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvshm._node.protocol import MAX_FRAME_BYTES, QUEUE_FRAMES
 from kvshm._shm.layout import (
@@ -53,6 +54,23 @@ class Number(NamedTuple):
     source: str
 
 
+class Cost(NamedTuple):
+    """What a rate of records takes: a straight line through what was measured."""
+
+    fixed: float
+    """Of a core, however few records there are."""
+    each: float
+    """Seconds for each record."""
+    source: str
+
+    def at(self, records: float) -> float:
+        """Of a core, at so many records a second."""
+        return self.fixed + self.each * records
+
+    def __str__(self) -> str:
+        return f"{self.fixed:.1%}, and {self.each * 1e6:.2f} µs a record"
+
+
 class Node(NamedTuple):
     """A node to project."""
 
@@ -76,21 +94,41 @@ def read(folder: Path = RESULTS) -> Results:
     }
 
 
-def numbers(results: Results) -> dict[str, Number]:
-    """What of the results is needed: records of a request in blocks of 512 tokens; bytes of a
-    record in an engine's message; seconds of the coordinator's core for a record; seconds for which
-    a busy scheduler stands still for a record; seconds for an entry of an engine that is new.
+class Measured(NamedTuple):
+    """What of the results is needed."""
 
-    Raises LookupError naming the results that are missing."""
-    return {
-        **_of_traces(results),
-        "coordinator": _last(results, "events", _of_coordinator),
-        "apply": _last(results, "client-crowd", _of_apply),
-        "join": _last(results, "join", _of_join),
-    }
+    records: Number
+    """Of a request, in blocks of 512 tokens."""
+    wire: Number
+    """Bytes of a record in an engine's message."""
+    coordinator: Cost
+    """Of its core, with MEASURED_ENGINES."""
+    apply: Cost
+    """For how long a busy scheduler stands still."""
+    join: Number
+    """Seconds for an entry of an engine that is new."""
 
 
-def _of_traces(results: Results) -> dict[str, Number]:
+def numbers(results: Results) -> Measured:
+    """Find what is needed in the results.  Raises LookupError naming those that are missing."""
+    records, wire = _of_traces(results)
+    coordinator, relays = _last(results, "events", _of_coordinator)
+    applied = [_last(results, name, _of_apply) for name in ("client", "client-crowd")]
+    join, joined = _last(results, "join", _of_join)
+    return Measured(
+        records, wire, _line(coordinator, relays),
+        _line([point for point, _ in applied], ", ".join(source for _, source in applied)),
+        Number(join, joined),
+    )  # fmt: skip
+
+
+def _line(points: Sequence[tuple[float, float]], source: str) -> Cost:
+    """The straight line with the least squares through (records a second, of a core)."""
+    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+    return Cost(max(0.0, intercept), slope, source)
+
+
+def _of_traces(results: Results) -> tuple[Number, Number]:
     """From the longest replay through the most engines."""
     runs = [
         line
@@ -103,30 +141,34 @@ def _of_traces(results: Results) -> dict[str, Number]:
     best = max(runs, key=lambda line: (line["requests"], line["engines"]))
     events, of = best["events"], f"{best['requests']:,} requests, {best['engines']} engines"
     source = f"`benchmarks/results/`, `bench_traces.py`: {of}, round robin"
-    return {
-        "records": Number(events["records"] / best["requests"], source),
-        "wire": Number(events["sent_bytes"] / events["records"], source),
-    }
+    return (
+        Number(events["records"] / best["requests"], source),
+        Number(events["sent_bytes"] / events["records"], source),
+    )
 
 
-def _last(results: Results, name: str, value: Callable[[Mapping[str, Any]], float]) -> Number:
-    """What the last line has that is of the kind."""
+Value = TypeVar("Value")
+
+
+def _last(
+    results: Results, name: str, value: Callable[[Mapping[str, Any]], Value]
+) -> tuple[Value, str]:
+    """What the last line has that is of the kind, and where it stands."""
     for line in reversed(results.get(name, ())):
         with suppress(KeyError):
-            return Number(value(line), f"`benchmarks/results/{name}.jsonl`")
+            return value(line), f"`benchmarks/results/{name}.jsonl`"
     raise LookupError(f"benchmarks/results/{name}.jsonl does not say it: run benchmarks/suite.py")
 
 
-def _of_coordinator(line: Mapping[str, Any]) -> float:
+def _of_coordinator(line: Mapping[str, Any]) -> list[tuple[float, float]]:
     if (line["row"], line["engines"]) != ("coordinator", MEASURED_ENGINES):
         raise KeyError(line["row"])
-    cores: float = line["cores"]["p50"]
-    return cores / float(line["records_per_second"])
+    return [(rate["records_per_second"], rate["cores"]) for rate in line["rates"]]
 
 
-def _of_apply(line: Mapping[str, Any]) -> float:
+def _of_apply(line: Mapping[str, Any]) -> tuple[float, float]:
     lost: float = line["lost_percent"]["p50"]
-    return lost / 100 / float(line["records_heard_per_second"]["p50"])
+    return line["records_heard_per_second"]["p50"], lost / 100
 
 
 def _of_join(line: Mapping[str, Any]) -> float:
@@ -157,15 +199,15 @@ def capacity(entries: int, full: tuple[int, int]) -> int:
     return rooms
 
 
-def projected(node: Node, of: Mapping[str, Number]) -> dict[str, float]:
+def projected(node: Node, of: Measured) -> dict[str, float]:
     """What a node takes.  Bytes, and what happens in a second."""
     others = (node.engines - 1) * node.blocks
     room = capacity(others, fullest())
     table, index = table_bytes(node.blocks, 1), index_bytes(room)
     tombstones = others * TOMBSTONE_BYTES
-    records = REQUESTS_PER_SECOND * of["records"].value * TRACE_BLOCK_TOKENS / BLOCK_TOKENS
+    records = REQUESTS_PER_SECOND * of.records.value * TRACE_BLOCK_TOKENS / BLOCK_TOKENS
     received = records * (node.engines - 1) / node.engines
-    sent = records * of["wire"].value
+    sent = records * of.wire.value
     return {
         "table": table,
         "entries": others,
@@ -176,9 +218,9 @@ def projected(node: Node, of: Mapping[str, Number]) -> dict[str, float]:
         "records": records,
         "sent": sent,
         "received": sent * node.engines,
-        "coordinator": records * of["coordinator"].value * node.engines / MEASURED_ENGINES,
-        "apply": received * of["apply"].value,
-        "join": others * of["join"].value,
+        "coordinator": of.coordinator.at(records) * node.engines / MEASURED_ENGINES,
+        "apply": of.apply.at(received),
+        "join": others * of.join.value,
     }
 
 
@@ -266,9 +308,9 @@ ROWS: tuple[tuple[str, str, Callable[[Mapping[str, float]], str]], ...] = (
     ("records a second", "requests times records", lambda of: size(of["records"], "")),
     ("to the coordinator, a second", "times bytes of a record", lambda of: size(of["sent"])),
     ("from the coordinator, a second", "times engines", lambda of: size(of["received"])),
-    ("the coordinator", "times its seconds, in proportion to engines",
+    ("the coordinator", "the line through what was measured, in proportion to engines",
      lambda of: f"{of['coordinator']:.2f} cores"),
-    ("a scheduler loses to others' events", "times seconds of a record",
+    ("a scheduler loses to others' events", "the line through what was measured",
      lambda of: f"{of['apply']:.1%}"),
     ("a new engine knows all", "entries times seconds", lambda of: f"{of['join']:.1f} s"),
 )  # fmt: skip
@@ -294,14 +336,14 @@ def page(results: Results) -> str:
         ("an engine that does not read", f"{size(QUEUE_FRAMES * MAX_FRAME_BYTES)} wait for it at "
          f"most, of {size(MAX_MEMORY)} that the coordinator may have",
          "`QUEUE_FRAMES`, `MAX_FRAME_BYTES`; `MAX_MEMORY`"),
-        ("records of a request", f"{of['records'].value:.1f}, in blocks of {TRACE_BLOCK_TOKENS}",
-         of["records"].source),
-        ("bytes of a record", f"{RECORD_BYTES}, in a message {of['wire'].value:.1f}",
-         f"`RECORD_BYTES`; {of['wire'].source}"),
-        ("the coordinator's core", f"{of['coordinator'].value * 1e6:.2f} µs a record, "
-         f"{MEASURED_ENGINES} engines", of["coordinator"].source),
-        ("a busy scheduler", f"{of['apply'].value * 1e6:.2f} µs a record", of["apply"].source),
-        ("an engine that is new", f"{of['join'].value * 1e6:.2f} µs an entry", of["join"].source),
+        ("records of a request", f"{of.records.value:.1f}, in blocks of {TRACE_BLOCK_TOKENS}",
+         of.records.source),
+        ("bytes of a record", f"{RECORD_BYTES}, in a message {of.wire.value:.1f}",
+         f"`RECORD_BYTES`; {of.wire.source}"),
+        ("the coordinator's core", f"{of.coordinator}, {MEASURED_ENGINES} engines",
+         of.coordinator.source),
+        ("what a busy scheduler loses", f"{of.apply}", of.apply.source),
+        ("an engine that is new", f"{of.join.value * 1e6:.2f} µs an entry", of.join.source),
     ]  # fmt: skip
     limits = [
         (limit.name, f"{size(limit.most, '')} ({limit.source})",

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import scaling_page
-from scaling_page import LIMITS, Node, Number, capacity, numbers, projected, reached, size
+from scaling_page import (
+    LIMITS,
+    Cost,
+    Measured,
+    Node,
+    Number,
+    capacity,
+    numbers,
+    projected,
+    reached,
+    size,
+)
 
 from kvshm._replica.index import Replica
 from kvshm._shm.layout import index_bytes, table_bytes
@@ -17,17 +28,18 @@ from .replicas import OWN_EPOCH, packed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scaling.md").read_text()
-MEASURED = {
-    "records": Number(40, "a replay"),
-    "wire": Number(50, "a replay"),
-    "apply": Number(3e-7, "a client"),
-    "coordinator": Number(2e-6, "a coordinator"),
-    "join": Number(4e-7, "joins"),
-}
+MEASURED = Measured(
+    records=Number(40, "a replay"),
+    wire=Number(50, "a replay"),
+    apply=Cost(0.01, 3e-7, "a client"),
+    coordinator=Cost(0.1, 2e-6, "a coordinator"),
+    join=Number(4e-7, "joins"),
+)
 TRACE: dict[str, Any] = {
     "mode": "kvshm", "routing": "rr", "split": 1, "engines": 4, "requests": 10,
     "events": {"records": 600, "sent_bytes": 30_000},
 }  # fmt: skip
+RATES = [{"records_per_second": rate, "cores": 0.2 + 3e-6 * rate} for rate in (1e4, 1e5, 2e5)]
 RESULTS: dict[str, list[dict[str, Any]]] = {
     "traces-whole": [
         TRACE,
@@ -36,13 +48,14 @@ RESULTS: dict[str, list[dict[str, Any]]] = {
         {**TRACE, "requests": 90, "mode": "alone"},
         {"failed_run": "it ended"},
     ],
+    "client": [{"lost_percent": {"p50": 1.5}, "records_heard_per_second": {"p50": 10_000}}],
     "client-crowd": [
-        {"lost_percent": {"p50": 20.0}, "records_heard_per_second": {"p50": 400_000}},
+        {"lost_percent": {"p50": 21.0}, "records_heard_per_second": {"p50": 400_000}},
         {"failed_run": "it ended"},
     ],
     "events": [
-        {"row": "coordinator", "engines": 16, "cores": {"p50": 0.5}, "records_per_second": 1e5},
-        {"row": "coordinator", "engines": 2, "cores": {"p50": 9.0}, "records_per_second": 1e5},
+        {"row": "coordinator", "engines": 16, "rates": RATES},
+        {"row": "coordinator", "engines": 2, "rates": [{**rate, "cores": 9} for rate in RATES]},
         {"row": "visible"},
     ],
     "join": [
@@ -85,12 +98,13 @@ def test_what_a_node_takes() -> None:
     assert took["table"] == table_bytes(1000, 1)
     assert took["index"] == index_bytes(room)
     assert took["memory"] == 4 * (took["table"] + took["index"] + 3000 * 16)
-    assert took["records"] == pytest.approx(1e6 / 3600 * MEASURED["records"].value * 32)
+    assert took["records"] == pytest.approx(1e6 / 3600 * MEASURED.records.value * 32)
     assert took["received"] == 4 * took["sent"]
     twice = projected(Node(8, 1000), MEASURED)
     assert twice["coordinator"] == pytest.approx(2 * took["coordinator"])
     assert twice["records"] == took["records"]
-    assert twice["apply"] == pytest.approx(took["apply"] * (7 / 8) / (3 / 4))
+    assert took["coordinator"] == pytest.approx((0.1 + 2e-6 * took["records"]) * 4 / 16)
+    assert twice["apply"] == pytest.approx(0.01 + 3e-7 * twice["records"] * 7 / 8)
 
 
 def test_the_limit_that_is_used_most_comes_first() -> None:
@@ -104,11 +118,11 @@ def test_the_limit_that_is_used_most_comes_first() -> None:
 
 def test_numbers_are_those_of_the_last_results_of_their_kind() -> None:
     found = numbers(RESULTS)
-    assert (found["records"].value, found["wire"].value) == (60, 50)
-    assert found["apply"].value == pytest.approx(0.5e-6)
-    assert found["coordinator"].value == pytest.approx(5e-6)
-    assert found["join"].value == pytest.approx(0.5e-6)
-    assert all("benchmarks/results" in number.source for number in found.values())
+    assert (found.records.value, found.wire.value) == (60, 50)
+    assert found.apply[:2] == pytest.approx((0.01, 0.5e-6))
+    assert found.coordinator[:2] == pytest.approx((0.2, 3e-6))
+    assert found.join.value == pytest.approx(0.5e-6)
+    assert all("benchmarks/results" in number.source for number in found)
     assert "| records of a request | 60.0, in" in scaling_page.page(RESULTS)
 
 
