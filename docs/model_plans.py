@@ -114,9 +114,9 @@ class _NoWeights(TorchFunctionMode):  # type: ignore[misc]
 
 
 def played_machine() -> None:
-    """Make this process plan as on a machine that has what the models are made for: AMX, kernels
-    for sparse attention, streams.  vLLM's CPU build plans without prefix caching where it has none.
-    """
+    """Make this process plan as on a machine that has what the models are made for: AMX, AVX-512,
+    kernels for sparse attention, streams.  vLLM's CPU build plans without prefix caching where it
+    has none."""
     sys.meta_path.append(_Finder())
     of_cpus = CpuPlatform.get_attn_backend_cls.__func__
 
@@ -134,6 +134,7 @@ def played_machine() -> None:
     init_workspace_manager(torch.device("meta"))
     CpuPlatform.get_attn_backend_cls = classmethod(backend)
     torch.cpu._is_amx_tile_supported = lambda: True
+    torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: True
     # vLLM would start a process for each model.
     registry._LazyRegisteredModel.inspect_model_cls = inspect
 

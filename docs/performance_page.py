@@ -201,7 +201,8 @@ def origin(line: Line) -> str:
     with_what = ", ".join(f"{name} {version}" for name, version in versions.items())
     commit, dirty, _ = line["commit"].partition("-dirty")
     at = f"commit {commit[:COMMIT_DIGITS]}{' with changes' if dirty else ''}" if commit else ""
-    where = f"{machine['cores']} cores, {machine['cpu']}, Linux {machine['kernel']}"
+    cpu = ", ".join(filter(None, (machine["cpu"], machine.get("vectors"))))
+    where = f"{machine['cores']} cores, {cpu}, Linux {machine['kernel']}"
     parts = [
         where,
         f"load {machine['load']}" if "load" in machine else "",

@@ -67,5 +67,5 @@ def test_a_line_says_where_with_what_and_how(
     line = json.loads(capsys.readouterr().out)
     assert (line["benchmark"], line["milliseconds"]["n"], line["commit"]) == ("this", 2, "c0ffee")
     assert line["command"].endswith(" bench_this.py --rows '64 KiB'")
-    assert {*line["machine"]} == {"cpu", "cores", "kernel", "load"}
+    assert {*line["machine"]} == {"cpu", "vectors", "cores", "kernel", "load"}
     assert "python" in line["versions"]

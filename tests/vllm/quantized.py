@@ -21,6 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsMxfp4
 from vllm.model_executor.model_loader import get_model
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
 from kvshm.hooks.vllm.identity.experts import held_experts, share_of
@@ -221,6 +222,8 @@ def begin(store: str, rank: int, ranks: int) -> None:
     # vLLM multiplies by MXFP4 only with AMX; what it makes of the weights it can make without.
     experts: Any = CPUExpertsMxfp4
     experts._supports_current_device = staticmethod(lambda: True)
+    # Its attention reads a cache in fp8 only with AVX-512; no cache is read here.
+    CPUAttentionBackend.supports_kv_cache_dtype = classmethod(lambda *_: True)
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(ranks, rank, f"file://{store}", rank, "gloo")
         parallel_state.initialize_model_parallel(ranks, 1)
@@ -230,6 +233,8 @@ def alone(folder: Path) -> dict[str, list[str]]:
     """Two loads of each checkpoint, and one each with another scale and another weight."""
     said: dict[str, list[str]] = {}
     for kind, (scale, weight) in CHANGES.items():
+        if kind == "mxfp4" and not hasattr(torch.ops._C, "convert_weight_packed"):
+            continue  # a build of vLLM's kernels for CPUs without AVX-512 has none for it
         tensors = checkpoint(kind)
         runs = (tensors, tensors, changed(tensors, scale), changed(tensors, weight))
         said[kind] = [digest(folder / kind, kind, one) for one in runs]

@@ -23,6 +23,7 @@ from kvshm.hooks.vllm.identity.experts import NO_EXPERTS
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
+NEED_AVX512 = () if torch.cpu._is_avx512_supported() else ("mxfp4",)
 KINDS = ("fp8", "w4a16", "wNa8o8", "gptq", "awq", "fp8 cache", "mxfp4")
 
 
@@ -45,7 +46,7 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """By kind: of two loads, of one with another scale, of one with another weight."""
     found: dict[str, list[str]]
     (found,) = said_by([str(tmp_path_factory.mktemp("quantized"))])
-    assert set(found) == {*KINDS, "int8"}
+    assert {*found, *NEED_AVX512} == {*KINDS, "int8"}
     return found
 
 
@@ -57,6 +58,8 @@ AMX = torch.cpu._is_amx_tile_supported()
 def test_equal_checkpoints_have_equal_digests_and_others_never(
     digests: dict[str, list[str]], kind: str
 ) -> None:
+    if kind in NEED_AVX512:
+        pytest.skip("vLLM has no kernel for this CPU that takes such weights")
     first, again, other_scale, other_weight = digests[kind]
     assert len(first) == 64, first
     assert first == again
