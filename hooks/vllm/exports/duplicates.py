@@ -36,7 +36,7 @@ AHEAD = 64
 MOST_WALKED = 1024
 """Blocks to look at in one walk.  The next one goes on there, unless there are enough duplicates
 nearer to the queue's head."""
-MOST_CHOSEN = 2048
+MOST_CHOSEN = 1024
 """Duplicates to move for one allocation, which no longer than for these must wait; behind them it
 goes in vLLM's order.  MOST_WALKED blocks more are looked at for it in all."""
 MOST_ASKED = 256
