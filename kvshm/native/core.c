@@ -51,7 +51,7 @@
  *     kvshm_kept             load relaxed         word and hold: a hint, nothing is read behind it
  *   importer.c
  *     same_key               load relaxed         between the acquire before and the CAS after it
- *     alive                  load acquire         who finds a table alive finds its memory as it
+ *     kvshm_is_alive         load acquire         who finds a table alive finds its memory as it
  *                                                 was when that was said
  *     has_died               load relaxed         for a lease a hint; in the re-check behind its
  *                                                 fence: the kernel marks a death before it gives
@@ -82,7 +82,9 @@
  *     kvshm_census_missing   load relaxed         likewise
  *     is_known               load relaxed         likewise; and an entry that moves may be missed
  *   duplicates.c
- *     would_lease            load relaxed         a row that is reused: the lease asks for the epoch
+ *     open_row               load relaxed         a row that is reused: the table is asked for the
+ *                                                 epoch
+ *     would_lease            load acquire         the hash is read after the word; all of it a hint
  *     read_slot              load relaxed         own words, which this thread writes; the hold is a
  *                                                 hint
  *   core_index.h
