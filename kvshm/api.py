@@ -37,6 +37,6 @@ from kvshm.errors import TransportError as TransportError
 from kvshm.interfaces import Region as Region
 from kvshm.version import __version__ as __version__
 
-API_VERSION = (2, 3)
+API_VERSION = (2, 4)
 """Major and minor version of the surface.  A new name or parameter raises the minor version; what
 breaks callers raises the major one."""
