@@ -107,6 +107,7 @@ def test_the_tests_pass_without_the_tree(
     check_tests(tester, run, elsewhere, folder, *left_out)
 
 
+@pytest.mark.nightly  # test_it_runs_the_coordinator_and_the_tools; the rest is that of the tree
 def test_processes_pass_their_tests_without_the_tree(
     tester: Path, run: Run, elsewhere: Path
 ) -> None:

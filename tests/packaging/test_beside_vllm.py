@@ -13,7 +13,7 @@ import pytest
 from .conftest import Run
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
-CHEAP = ("test_plugin.py", "test_refusals.py", "test_identity.py")
+CHEAP = ("test_refusals.py", "test_identity.py")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
@@ -72,11 +72,19 @@ def test_it_adds_itself_and_changes_nothing_that_is_installed(beside: Path) -> N
     assert (beside.parent / "kvshm-coordinator").exists()
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("test_plugin.py",),
+        pytest.param(CHEAP, marks=pytest.mark.nightly),  # as in the tree, but for what is imported
+    ],
+    ids=["plugin", "hooks"],
+)
 def test_vllm_finds_the_plugin_and_the_hooks_pass_their_tests_without_the_tree(
-    beside: Path, run: Run, elsewhere: Path
+    beside: Path, run: Run, elsewhere: Path, names: tuple[str, ...]
 ) -> None:
     """In one process: importing vLLM takes longer than these tests."""
-    files = [f"tests/vllm/{name}" for name in CHEAP]
+    files = [f"tests/vllm/{name}" for name in names]
     script = (
         "import sys, pytest\n"
         f"status = pytest.main(['-q', *{files}])\n"

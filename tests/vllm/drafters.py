@@ -155,7 +155,12 @@ DRAFTERS = (
     Drafter(LLAMA, "eagle", write_eagle),
     Drafter(LLAMA, "eagle3", write_eagle3, nightly=True),
     Drafter(Family("mimo", write_mimo, ONE), "mtp", None, {"num_speculative_tokens": 1}),
-    Drafter(Family("gemma3", write_gemma3, ((WINDOW, 128),) * 3 + ONE), "eagle", write_eagle),
+    Drafter(
+        Family("gemma3", write_gemma3, ((WINDOW, 128),) * 3 + ONE),
+        "eagle",
+        write_eagle,
+        nightly=True,
+    ),
     Drafter(Family("mistral", write_mistral, ((WINDOW, 128),)), "eagle", write_eagle, nightly=True),
     Drafter(
         LLAMA,

@@ -315,21 +315,21 @@ other tokens each time where sinks meet a window, unless it splits no head's wor
 ONE = ((FULL, 128),)
 SEVERAL_GROUPS = (
     Family("gemma3", write_gemma3, ((WINDOW, 128),) * 5 + ONE),
-    Family("gpt-oss", write_gpt_oss, ((WINDOW, 128), *ONE)),
+    Family("gpt-oss", write_gpt_oss, ((WINDOW, 128), *ONE), nightly=True),
     Family("llama4", write_llama4, ((CHUNK, 128),) * 3 + ONE),
-    Family("mistral", write_mistral, ((WINDOW, 128),)),
+    Family("mistral", write_mistral, ((WINDOW, 128),), nightly=True),
     Family("gemma4", write_gemma4, ((WINDOW, 256), (WINDOW, 256), *ONE)),
     Family("qwen3-next", write_qwen3_next, ((STATE, 384),) * 3 + ((FULL, 384),)),
-    Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE),
+    Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE, nightly=True),
     Family("nemotron-h", write_nemotron_h, ((STATE, 256),) * 2 + ((FULL, 256),)),
     Family("jamba", write_jamba, ((STATE, 128),) * 3 + ONE, nightly=True),
     Family("falcon-h1", write_falcon_h1, ((FULL, 256), (STATE, 256)), nightly=True),
 )
 MADE_ONE_GROUP = (
-    Family("llama", write_model, ONE),
+    Family("llama", write_model, ONE, nightly=True),
     Family("llama-fp8", write_llama_with_scales, ONE, {"kv_cache_dtype": "fp8"}),
-    Family("gemma3-one-group", write_gemma3, ONE, ONE_GROUP),
-    Family("gpt-oss-one-group", write_gpt_oss, ONE, ONE_GROUP, UNSPLIT),
-    Family("llama4-one-group", write_llama4, ONE, {}, UNCHUNKED),
-    Family("gemma4-one-group", write_gemma4, ONE, ONE_GROUP),
+    Family("gemma3-one-group", write_gemma3, ONE, ONE_GROUP, nightly=True),
+    Family("gpt-oss-one-group", write_gpt_oss, ONE, ONE_GROUP, UNSPLIT, nightly=True),
+    Family("llama4-one-group", write_llama4, ONE, {}, UNCHUNKED, nightly=True),
+    Family("gemma4-one-group", write_gemma4, ONE, ONE_GROUP, nightly=True),
 )

@@ -37,7 +37,7 @@ BLOCKS, TAIL = 5, 30
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.long,
+    pytest.mark.nightly,  # test_beside_others.py and test_combination.py: without engines
     pytest.mark.timeout(900),
     pytest.mark.skipif(not LMCACHE.exists(), reason=f"{LMCACHE} does not exist: make setup"),
 ]

@@ -20,7 +20,11 @@ from .engines import PATIENCE_S, lines_naming_kvshm
 from .odd_texts import HALVES, MISTAKEN, TEXTS, UNDERSTOOD
 from .oracle import Prompt, random_prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nightly,  # test_odd_ids.py, test_request_options.py: without engines
+    pytest.mark.timeout(900),
+]
 
 BLOCKS = 3
 WAYS: dict[str, dict[str, Any]] = {

@@ -26,6 +26,8 @@ from .engines import PATIENCE_S, SharedNode
 from .families import FULL, MADE_ONE_GROUP, SEVERAL_GROUPS, STATE, WINDOW, Family
 from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt
 
+torch = pytest.importorskip("torch")
+
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 
@@ -68,7 +70,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def param(family: Family) -> Any:
+    """Of what is nightly cheaper tests show the same: of one group of full attention
+    test_oracle.py; of each mixture of groups, on a scheduler, test_contents.py."""
     marks = [pytest.mark.nightly] if family.nightly else []
+    if "kv_cache_dtype" in family.arguments:
+        narrow = not torch.cpu._is_avx512_supported()
+        reason = "vLLM has no fp8 cache on a CPU without AVX-512"
+        marks.append(pytest.mark.skipif(narrow, reason=reason))
     return pytest.param(family, id=family.name, marks=marks)
 
 
