@@ -257,9 +257,10 @@ class HostEngine(BesideEngine):
         return sent
 
     def finish(self) -> None:
-        """Until no request is left."""
+        """Until no request is left, and what the last one leaves to be stored has been."""
         for _ in range(80):
+            had = len(self.scheduler.requests)
             self.play(self.schedule())
-            if not self.scheduler.requests and not self.filling and not self.reading:
+            if not had and not self.filling and not self.reading:
                 return
         raise AssertionError(f"left: {[*self.scheduler.requests]}")
