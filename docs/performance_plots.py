@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ WIDE = 20
 """How many times the least value the greatest is, from which on an axis is logarithmic."""
 FEW_DECADES = 3
 """Up to which a logarithmic axis names more than powers of ten."""
+ID = re.compile(r"\b[a-z][0-9a-f]{10}\b")
+"""Of an element of matplotlib's."""
 SETTINGS = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kvshm",
@@ -95,7 +98,14 @@ def draw(plot: Plot) -> str:
         told = {"Date": None, "Creator": None, "Title": plot.title}
         figure.savefig(written, format="svg", metadata=told)
     # Trailing spaces differ between versions of matplotlib, and git complains of them.
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in _numbered(written.getvalue()).splitlines()) + "\n"
+
+
+def _numbered(svg: str) -> str:
+    """Number the ids in their order.  matplotlib's are hashes of coordinates, whose last digits
+    depend on the CPU."""
+    ids: dict[str, str] = {}
+    return ID.sub(lambda found: ids.setdefault(found[0], f"{found[0][0]}{len(ids)}"), svg)
 
 
 def _figure(title: str, height: float) -> tuple[Figure, Any]:
