@@ -312,6 +312,8 @@ UNSPLIT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 """In one group with layers that have none, vLLM 0.32's CPU kernel answers the same prompt with
 other tokens each time where sinks meet a window, unless it splits no head's work."""
 
+GDN = 384 if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else 256
+"""Tokens in a block beside gated delta nets: vLLM's faster kernel for them keeps larger states."""
 ONE = ((FULL, 128),)
 SEVERAL_GROUPS = (
     Family("gemma3", write_gemma3, ((WINDOW, 128),) * 5 + ONE),
@@ -319,7 +321,7 @@ SEVERAL_GROUPS = (
     Family("llama4", write_llama4, ((CHUNK, 128),) * 3 + ONE),
     Family("mistral", write_mistral, ((WINDOW, 128),), nightly=True),
     Family("gemma4", write_gemma4, ((WINDOW, 256), (WINDOW, 256), *ONE)),
-    Family("qwen3-next", write_qwen3_next, ((STATE, 384),) * 3 + ((FULL, 384),)),
+    Family("qwen3-next", write_qwen3_next, ((STATE, GDN),) * 3 + ((FULL, GDN),)),
     Family("lfm2", write_lfm2, ((STATE, 128),) * 3 + ONE, nightly=True),
     Family("nemotron-h", write_nemotron_h, ((STATE, 256),) * 2 + ((FULL, 256),)),
     Family("jamba", write_jamba, ((STATE, 128),) * 3 + ONE, nightly=True),
