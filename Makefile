@@ -51,13 +51,13 @@ run_tests = failed=0; \
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
 	$(call run_tests,not long$(if $(FAST), and not vllm))
 
-test-all: $(ENGINE) $(KVSHM) $(LMCACHE) ## all tests but the nightly ones; FAST=1 as above
+test-all: $(ENGINE) $(KVSHM) ## all tests but the nightly ones; FAST=1 as above
 	$(call run_tests,not nightly$(if $(FAST), and not vllm))
 
-test-nightly: $(ENGINE) $(KVSHM) ## what is rarely red, and shown by cheaper tests as well
+test-nightly: $(ENGINE) $(KVSHM) $(LMCACHE) ## what is rarely red, and shown by cheaper tests as well
 	$(PYTHON) -m pytest -rs -m nightly tests
 
-coverage: $(ENGINE) $(KVSHM) $(LMCACHE) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
+coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
 	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \
 		"not beyond and not routers and $(if $(ALL),not nightly,not long)$(if $(FAST), and not vllm)"
 
