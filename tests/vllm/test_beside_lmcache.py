@@ -37,7 +37,9 @@ BLOCKS, TAIL = 5, 30
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.nightly,  # test_beside_others.py and test_combination.py: without engines
+    # Of kvshm test_beside_others.py and test_combination.py show the same, without engines; LMCache
+    # is the version of requirements/lmcache.txt, which a commit seldom changes.
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not LMCACHE.exists(), reason=f"{LMCACHE} does not exist: make setup"),
 ]
