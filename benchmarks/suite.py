@@ -164,8 +164,8 @@ BENCHES = (
         "--repetitions 2",
     ),
     Bench(
-        "engines", "full", 1200, "does kvshm slow an engine down that gains nothing?",
-        "benchmarks/compare.py --unshared plain --alone --starts 3 --rounds 12",
+        "engines", "full", 1700, "does kvshm slow an engine down that gains nothing?",
+        "benchmarks/compare.py --unshared plain --alone --starts 5 --rounds 8",
     ),
     Bench(
         "join", "full", 150, "how soon does an engine know what the others have?",
