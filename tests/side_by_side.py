@@ -16,6 +16,7 @@ import pytest
 ONE_WORKER = (
     r"tests/(packaging)/",
     r"tests/(vllm/test_sleep)\.py",
+    r"tests/(vllm/test_quantized)\.py::test_(?:equal|what)_",
     r"tests/multiprocess/(test_versions|test_docs_run|test_status|test_metrics|test_top)\.py",
     r"tests/core/(test_sanitizers)\.py::\w+\[(address|thread)",
     r"tests/(conformance)/\w+\.py::\w+\[([a-z]\w+)",

@@ -38,7 +38,7 @@ def node(node_with_coordinator: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 @pytest.fixture
 def manager(node: Node, model_path: Path) -> Iterator[MakeManager]:
-    from kvshm.hooks.transformers import share
+    from kvshm.hooks.transformers import share, stats_of
 
     from .managers import end, new_manager
 
@@ -50,6 +50,7 @@ def manager(node: Node, model_path: Path) -> Iterator[MakeManager]:
 
     yield make
     for one in made:
+        print({name: count for name, count in stats_of(one).items() if count})  # if the test fails
         end(one)
 
 
