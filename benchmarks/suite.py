@@ -164,7 +164,7 @@ BENCHES = (
         "--repetitions 2",
     ),
     Bench(
-        "engines", "full", 1700, "does kvshm slow an engine down that gains nothing?",
+        "engines", "full", 1400, "does kvshm slow an engine down that gains nothing?",
         "benchmarks/compare.py --unshared plain --alone --starts 5 --rounds 8",
     ),
     Bench(
