@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -42,9 +43,13 @@ MAY_FIRE = {"KvshmForcedBlocks", "KvshmDiscardedCopies", "KvshmReplicaLags"}
 """The same, by chance: caches of 24 blocks are overwritten all the time."""
 
 
+SETTLED_SECONDS = 2.0
+"""More than a scrape may take."""
+
+
 class Monitored:
     def __init__(self, node: Node, folder: Path) -> None:
-        self.node, self.coordinator = node, node.coordinator()
+        self.node, self.coordinator, self.at = node, node.coordinator(), 0.0
         self.engines = [toys.start(node, seed) for seed in (1, 2)]
         self.stranger = toys.start(node, 3, *QUIET, "--weights", "others")
         self.exporter = node.processes.start("metrics", *self.kvshm("--listen", "0"))
@@ -74,10 +79,16 @@ class Monitored:
         listens = started.wait_err(r'"Listening on"')
         return f"http://{re.findall(r'address=(.*)', listens)[0]}/api/v1"
 
+    def choose_moment(self) -> None:
+        """Ask from now on of a moment for which all scrapes have ended, well or not: what is known
+        of it stays as it is, however slow the machine is after it."""
+        self.at = time.time() - SETTLED_SECONDS
+
     def has_scraped(self) -> bool:
+        self.choose_moment()
         lookups = [result["counters"]["lookups"] for result in self.results]
         try:
-            found = self.ask("min_over_time(kvshm_lookups_total[2s]) > 0")
+            found = self.ask("min_over_time(kvshm_lookups_total[2s]) > 0 and kvshm_lookups_total")
             refused = self.ask('count_over_time(kvshm_peer_state{state="refused"}[1m]) > 1')
         except urllib.error.HTTPError:  # it is still reading its data
             return False
@@ -85,8 +96,8 @@ class Monitored:
         return seen == sorted(lookups) and len(refused) == 4
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """What Prometheus answers to a query of a moment; an error of the query fails the test."""
-        query = urlencode({"query": expression})
+        """What Prometheus answers to a query of the moment; its errors fail the test."""
+        query = urlencode({"query": expression, "time": f"{self.at:.3f}"})
         with urllib.request.urlopen(f"{self.api}/query?{query}", timeout=60) as answer:
             reported = json.load(answer)
         assert reported["status"] == "success"
@@ -175,6 +186,7 @@ def test_the_panels_of_keepers_show_one(monitored: Monitored) -> None:
     queries = [query for query in of_panels() if query.where.startswith(KEEPERS)]
 
     def shown() -> list[bool]:
+        monitored.choose_moment()
         return [bool(monitored.ask(as_grafana_sends(query.expression))) for query in queries]
 
     wait_until(lambda: shown() == ["peer" not in query.expression for query in queries], "shown")
