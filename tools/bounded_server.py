@@ -5,22 +5,17 @@ However slowly a client sends or reads, its connection is closed after ``CLIENT_
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from kvshm._base.rundir import SOCKET_PATH_BYTES
-from kvshm._shm.fds import is_served
-
+from .listening import Place, bind
 from .output import say
 from .signals import ending_signals
 
@@ -28,16 +23,8 @@ CLIENT_SECONDS = 10.0
 """As long as Prometheus itself waits."""
 MAX_CLIENTS = 64
 """At once; the connections of more are closed."""
-ONLY_OWNER = 0o177
 
 StartResponse = Callable[[str, list[tuple[str, str]]], object]
-
-
-def resolved(host: str, port: int) -> tuple[int, Any]:
-    """Return the family and address to listen at, IPv4 if there is a choice.  Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    first = min(found, key=lambda each: each[0] != socket.AF_INET)
-    return first[0], first[4]
 
 
 class BoundedServer(ThreadingMixIn, WSGIServer):
@@ -48,36 +35,25 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
 
     def __init__(
         self,
-        family: int,
-        address: Any,
+        place: Place,
         client_seconds: float = CLIENT_SECONDS,
         max_clients: int = MAX_CLIENTS,
     ) -> None:
-        """``address``: for AF_UNIX a path.  Raises OSError if it cannot listen there."""
+        """Raises OSError if it cannot listen there."""
         self._reading = threading.Lock()
         self._client_seconds, self._max_clients = client_seconds, max_clients
         self._began: dict[socket.socket, float] = {}
         self._of_thread = threading.local()
         self._ended = False
-        self._bound: Path | None = None
-        self.address_family = family
-        try:
-            super().__init__(address, _Handler)
-        except OSError as exc:
-            where = address if family == socket.AF_UNIX else (str(address[0]), address[1])
-            raise OSError(exc.errno, f"cannot listen on {where}: {exc.strerror}") from exc
-
-    @property
-    def url(self) -> str:
-        if self._is_local:
-            return f"unix:{self.server_address}"
-        host, port = str(self.server_address[0]), self.server_address[1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._place = place
+        self._is_bound = False
+        self.address_family = place.family
+        super().__init__(place.address, _Handler)
 
     def serve(self, command: str, path: str) -> None:
         """Serve until SIGTERM or SIGINT.  Main thread only, since it handles signals."""
         with ending_signals() as ended:
-            say(command, f"serving {self.url}{path}")
+            say(command, f"serving {self._place.url}{path}")
             threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
             ended.recv(1)
         self._ended = True
@@ -95,36 +71,15 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
 
     # -- the socket
 
-    @property
-    def _is_local(self) -> bool:
-        return self.address_family == socket.AF_UNIX
-
     def server_bind(self) -> None:
         """Bind, and ask no name server for this machine's name."""
-        if self._is_local:
-            self._bind_path(Path(str(self.server_address)))
-        else:
-            if self.server_address[0] == "::":  # IPv6 alone, whatever the kernel's default is
-                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            TCPServer.server_bind(self)
+        bind(self.socket, self._place)
+        self._is_bound = True
+        self._place = Place(self._place.family, self.socket.getsockname())
+        self.server_address = self._place.address
         self.server_name = ""
-        self.server_port = 0 if self._is_local else self.server_address[1]
+        self.server_port = 0 if self._place.is_path else self._place.address[1]
         self.setup_environ()
-
-    def _bind_path(self, path: Path) -> None:
-        """Bind for this user only, in the place of a socket that a killed process has left."""
-        if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-            most = f"the path of a Unix socket has {SOCKET_PATH_BYTES} bytes at most"
-            raise OSError(errno.ENAMETOOLONG, most)
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(path.lstat().st_mode) and not is_served(path):
-                path.unlink()
-        before = os.umask(ONLY_OWNER)
-        try:
-            self.socket.bind(str(path))
-            self._bound = path
-        finally:
-            os.umask(before)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         client, address = super().get_request()
@@ -132,8 +87,8 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
 
     def server_close(self) -> None:
         super().server_close()
-        if self._bound is not None:
-            self._bound.unlink(missing_ok=True)
+        if self._is_bound and self._place.is_path:
+            Path(self._place.address).unlink(missing_ok=True)
 
     # -- clients
 

@@ -261,4 +261,4 @@ def dump(run_dir: Path) -> None:
 
 def watch(reader: NodeReader) -> None:
     """What ``kvshm top``, ``status`` and ``metrics`` do at each of their looks."""
-    samples_of(reader.read(), 0)
+    samples_of(reader.read())

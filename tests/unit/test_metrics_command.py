@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.tools.metrics.command import parse_address
+from kvshm.tools.listening import parse_address
 
 from .served import ServedNode
 

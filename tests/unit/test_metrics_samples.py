@@ -80,11 +80,11 @@ def node(*engines: EngineReading, **changed: Any) -> NodeReading:
     space = NamespaceReading(
         "n", coordinated=True, coordinator_answers=True, coordinator_ns=NOW - 10**9
     )
-    return NodeReading(NOW, (replace(space, engines=engines, **changed),))
+    return NodeReading(NOW, (replace(space, engines=engines, **changed),), UNIX)
 
 
 def found(name: str, *engines: EngineReading, **changed: Any) -> dict[tuple[str, ...], Any]:
-    return dict(samples_of(node(*engines, **changed), UNIX)[name])
+    return dict(samples_of(node(*engines, **changed))[name])
 
 
 # -- the registry
@@ -118,7 +118,7 @@ def test_the_help_of_a_metric_of_one_statistic_is_the_meaning_of_that() -> None:
 
 def test_each_counter_has_its_value_at_its_labels() -> None:
     numbers = {c.label: 100 + c for c in Counter.REGISTRY.values()}
-    samples = samples_of(node(replace(HEALTHY, counters=numbers)), UNIX)
+    samples = samples_of(node(replace(HEALTHY, counters=numbers)))
     for metric in METRICS.values():
         if metric.kind is Kind.COUNTER:
             for label, value in metric.shows.items():
@@ -135,7 +135,7 @@ def test_each_counter_has_its_value_at_its_labels() -> None:
 
 def test_each_histogram_has_its_values_at_its_labels() -> None:
     given = {h.label: values(**{f"b{12 + h}": 1 + h}) for h in Histogram.REGISTRY.values()}
-    samples = samples_of(node(replace(HEALTHY, histograms=given)), UNIX)
+    samples = samples_of(node(replace(HEALTHY, histograms=given)))
     for metric in METRICS.values():
         for label, value in metric.shows.items() if metric.kind is Kind.HISTOGRAM else ():
             labels = (*A, value) if value else A
@@ -236,7 +236,7 @@ def test_the_state_of_an_engine() -> None:
 
 def test_an_engine_that_has_ended_keeps_its_counters_and_no_gauges_of_its_memory() -> None:
     ended = replace(HEALTHY, owner_died=True, peers=(PeerReading("b", Epoch(2), False, 0, 1, 1.0),))
-    shown = {name for name, series in samples_of(node(ended), UNIX).items() if series}
+    shown = {name for name, series in samples_of(node(ended)).items() if series}
     gone = {
         "blocks", "published_blocks", "keeper", "in_drain", "last_copy_blocks", "leases",
         "oldest_lease_seconds", "last_progress_timestamp_seconds", "pending", "peer_state",
@@ -287,7 +287,7 @@ def test_engines_of_one_model_that_cannot_share_are_refused_by_the_field_that_di
 
 
 def test_without_engines_there_are_the_versions_and_what_namespaces_say() -> None:
-    nothing = samples_of(NodeReading(NOW, ()), UNIX)
+    nothing = samples_of(NodeReading(NOW, (), UNIX))
     build = {(__version__, str(LAYOUT_VERSION), str(PROTOCOL_VERSION)): 1}
     assert {name: series for name, series in nothing.items() if series} == {
         "kvshm_build_info": build
@@ -302,7 +302,7 @@ def test_no_series_appears_twice_whatever_the_names_are() -> None:
     again = replace(counted, epoch=Epoch(2), blocks=Blocks(10, ready=9))
     assert found("kvshm_lookups_total", counted, again) == {A: 2}
     assert found("kvshm_published_blocks", counted, again) == {A: 5}
-    text = as_text(samples_of(node(counted, again), UNIX))
+    text = as_text(samples_of(node(counted, again)))
     series = [line.rpartition(" ")[0] for line in text.splitlines() if line[0] != "#"]
     assert len(series) == len(set(series)) > 300
 
@@ -319,7 +319,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("name", "shown"), [*HOSTILE.items()])
 def test_hostile_names_stay_labels(name: str, shown: str) -> None:
     engine = replace(HEALTHY, label=name, model=name)
-    for family in text_string_to_metric_families(as_text(samples_of(node(engine), UNIX))):
+    for family in text_string_to_metric_families(as_text(samples_of(node(engine)))):
         for sample in family.samples:
             labels = {label: sample.labels[label] for label in ENGINE if label in sample.labels}
             assert labels.get("engine", shown) == shown
@@ -328,7 +328,7 @@ def test_hostile_names_stay_labels(name: str, shown: str) -> None:
 
 def test_the_text_says_what_the_samples_say() -> None:
     engine = replace(HEALTHY, histograms={**HEALTHY.histograms, "import_shm": values(b12=5)})
-    text = as_text(samples_of(node(engine), UNIX))
+    text = as_text(samples_of(node(engine)))
     labels = 'engine="a",le="4.095e-06",model="m",namespace="n",path="shm"'
     assert f"\nkvshm_import_seconds_bucket{{{labels}}} 5.0\n" in text
     for name, metric in METRICS.items():
@@ -337,7 +337,7 @@ def test_the_text_says_what_the_samples_say() -> None:
 
 
 def test_json_says_the_same() -> None:
-    samples = samples_of(node(HEALTHY), UNIX)
+    samples = samples_of(node(HEALTHY))
     reported = json.loads(json.dumps(as_json(samples), allow_nan=False))
     assert list(reported) == list(METRICS)
     assert reported["kvshm_leases"] == {

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from kvshm._shm.layout import unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import KvshmError
 
-from ..bounded_server import resolved
-from ..metrics.command import parse_address
+from ..listening import Place, parse_place
 from ..node.reader import NodeReader
 from ..options import add_place, read_place
 from .query import Cache, Query, answer, found_in
@@ -38,39 +34,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         required=True,
         metavar="PATH|[ADDR:]PORT",
-        type=parse_place,
+        type=parse_local,
         help="a Unix socket, which only this user can use (it has a / in its name), or an address "
         "of the loopback interface, which every user of this machine can use",
     )
     add_place(parser)
 
 
-def parse_place(text: str) -> tuple[int, Any]:
-    """Return family and address of a path or a loopback address, as an argparse type."""
-    if "/" in text:
-        return socket.AF_UNIX, text
-    host, port = parse_address(text)
-    try:
-        family, address = resolved(host, port)
-    except (OSError, UnicodeError) as exc:
-        raise argparse.ArgumentTypeError(f"{host!r} is not an address: {exc}") from exc
-    if not ipaddress.ip_address(address[0]).is_loopback:
+def parse_local(text: str) -> Place:
+    """Return where only this machine can ask, as an argparse type."""
+    place = parse_place(text)
+    if not place.is_of_this_machine:
         raise argparse.ArgumentTypeError(
-            f"{host!r} may be reached from other machines, and answers tell who has asked what "
-            "before: give a path or a loopback address (127.0.0.1, ::1)"
+            f"{place.address[0]!r} may be reached from other machines, and answers tell who has "
+            "asked what before: give a path or a loopback address (127.0.0.1, ::1)"
         )
-    return family, address
+    return place
 
 
 def run(asked: argparse.Namespace) -> int:
     config, run_dir = read_place(asked)
     with NodeReader(run_dir, config.namespace) as reader:
-        server = IndexerServer(lambda query: answer(query, _caches(reader, query)), *asked.listen)
+        server = IndexerServer(
+            lambda query: answer(query, find_caches(reader, query)), asked.listen
+        )
         server.serve("indexer", PATH)
     return 0
 
 
-def _caches(reader: NodeReader, query: Query) -> Iterator[Cache]:
+def find_caches(reader: NodeReader, query: Query) -> Iterator[Cache]:
+    """Yield what each live engine that the reader sees holds of what is asked."""
     wanted = frozenset(query.hashes)
     for space in reader.map_segments():
         for table in (engine.table for engine in space.engines):

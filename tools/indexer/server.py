@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from ..bounded_server import BoundedServer, StartResponse, asked_path
+from ..listening import Place
 from ..output import say
 from .query import MAX_BODY, Answer, BadQuery, Query, parse
 
@@ -23,10 +24,10 @@ class Refused(Exception):
 class IndexerServer(BoundedServer):
     """Answers queries.  ``look`` is called by one thread at a time."""
 
-    def __init__(self, look: Callable[[Query], Answer], family: int, address: Any) -> None:
+    def __init__(self, look: Callable[[Query], Answer], place: Place) -> None:
         """Raises OSError if it cannot listen there."""
         self._look = look
-        super().__init__(family, address)
+        super().__init__(place)
         self.set_app(self._app)
 
     def _app(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from math import isinf
 from pathlib import Path
 
 from kvshm.errors import ConfigError
 
+from ..listening import DEFAULT_ADDRESS, parse_address
 from ..node.reader import NodeReader
 from ..options import add_selection, find_place
 from ..output import show
@@ -17,7 +17,7 @@ from .definitions import METRICS
 from .samples import Buckets, Samples, samples_of
 
 HELP = "print metrics for Prometheus, or serve them"
-DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 9402
+DEFAULT_PORT = 9402
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,24 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return address and port of ``[ADDR:]PORT``, as an argparse type."""
-    address, colon, port = text.rpartition(":")
-    plain = address.removeprefix("[").removesuffix("]") if address.startswith("[") else address
-    known = port.isascii() and port.isdigit() and int(port) < 65536
-    if not known or (colon and not plain) or (":" in plain and plain == address):
-        wrong = f"{text!r} is not a port (9402), an address and port (10.0.0.1:9402, [::1]:9402)"
-        raise argparse.ArgumentTypeError(wrong)
-    return plain or DEFAULT_ADDRESS, int(port)
-
-
 def run(asked: argparse.Namespace) -> int:
     if asked.json and (asked.listen or asked.output):
         raise ConfigError("--json prints; it does not go with --listen or --output")
     run_dir, namespace = find_place(asked)
     with NodeReader(run_dir, namespace) as reader:
         if asked.json:
-            show(as_json(_read(reader)), lambda: (), as_json=True)
+            show(as_json(samples_of(reader.read())), lambda: (), as_json=True)
         else:
             _expose(asked, reader)
     return 0
@@ -91,20 +80,18 @@ def _value(value: float | Buckets) -> dict[str, object]:
 def _expose(asked: argparse.Namespace, reader: NodeReader) -> None:
     from . import exposition  # needs prometheus_client, as JSON does not
 
+    def read() -> Samples:
+        return samples_of(reader.read())
+
     if asked.output is not None:
-        exposition.write_file(_read(reader), asked.output)
+        exposition.write_file(read(), asked.output)
     elif asked.listen is not None:
         from .server import MetricsServer
 
         try:
-            MetricsServer(lambda: _read(reader), *asked.listen).serve("metrics", "/metrics")
+            MetricsServer(read, *asked.listen).serve("metrics", "/metrics")
         except UnicodeError as exc:  # of a name that cannot be one
             raise ConfigError(f"--listen={asked.listen[0]!r} is not an address") from exc
     else:
         sys.stdout.flush()
-        sys.stdout.buffer.write(exposition.as_text(_read(reader)).encode())  # UTF-8 in any locale
-
-
-def _read(reader: NodeReader) -> Samples:
-    reading = reader.read()
-    return samples_of(reading, time.time_ns() - (time.monotonic_ns() - reading.at_ns))
+        sys.stdout.buffer.write(exposition.as_text(read()).encode())  # UTF-8 in any locale

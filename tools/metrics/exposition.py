@@ -6,7 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    generate_latest,
+    write_to_textfile,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,6 +25,8 @@ from kvshm.errors import ConfigError
 from .definitions import METRICS, Kind
 from .samples import Buckets, Samples
 
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""Of ``as_text``."""
 _FAMILIES = {
     Kind.COUNTER: CounterMetricFamily,
     Kind.GAUGE: GaugeMetricFamily,

@@ -54,12 +54,11 @@ class _Found:
         series[labels] = value
 
 
-def samples_of(reading: NodeReading, unix_ns: int) -> Samples:
-    """Return the samples of a reading.  ``unix_ns``: CLOCK_REALTIME at the same moment."""
+def samples_of(reading: NodeReading) -> Samples:
     found = _Found()
     build = (__version__, str(LAYOUT_VERSION), str(PROTOCOL_VERSION))
     found.add("build_info", build, 1)
-    offset_ns = unix_ns - reading.at_ns
+    offset_ns = reading.real_ns - reading.at_ns
     for health in judge_node(reading).namespaces:
         space = health.reading
         _add_namespace(found, health)

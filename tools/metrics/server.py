@@ -14,8 +14,8 @@ from ..bounded_server import (
     BoundedServer,
     StartResponse,
     asked_path,
-    resolved,
 )
+from ..listening import resolved
 from ..output import say
 from .exposition import registry_of
 from .samples import Samples
@@ -36,7 +36,7 @@ class MetricsServer(BoundedServer):
     ) -> None:
         """Raises OSError if it cannot listen there."""
         self._read = read
-        super().__init__(*resolved(host, port), client_seconds, max_clients)
+        super().__init__(resolved(host, port), client_seconds, max_clients)
         self.set_app(self._app)
 
     def _app(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
