@@ -49,6 +49,8 @@ def run(work: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def wheel(work: Path, run: Run) -> Path:
+    if released := os.environ.get("KVSHM_RELEASED_WHEEL"):  # that is what release-check asks about
+        return Path(released)
     tree = work / "tree"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=NOT_SOURCE)
     build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
