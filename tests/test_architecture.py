@@ -47,6 +47,7 @@ COMPUTES = {
 COMPUTES_BY_DESIGN = {
     "kvshm/interfaces.py": {"importlib.metadata.entry_points", "entry_points"},  # of transports
     "tools/doctor/bundle.py": {"importlib.metadata"},  # versions of installed packages
+    "tools/up.py": {"importlib.metadata.PackageNotFoundError", "importlib.metadata.version"},
     "hooks/vllm/identity/fields.py": {"modules"},  # to read a model's source
     "hooks/vllm/shutdown.py": {"modules"},  # who has imported what is replaced
     "hooks/transformers/parts.py": {"modules"},  # to find functions that were replaced
@@ -98,7 +99,7 @@ def test_components_meet_only_in_the_core() -> None:
 HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
 IDENTITY, IMPORTS = "hooks/vllm/identity", "hooks/vllm/imports"
 CUDA, KV, KEEPER = "transport/cuda", "tools/kv", "tools/keeper"
-TOOLS, TOP, METRICS = "tools", "tools/top", "tools/metrics"
+TOOLS, TOP, METRICS, SERVE = "tools", "tools/top", "tools/metrics", "tools/serve"
 FOR_TESTS = {
     "pytest", "hypothesis", "unittest", *FOLDERS,
     *(PurePosixPath(source.name).stem for source in OTHERS),
@@ -118,6 +119,8 @@ MAY_IMPORT = NOWHERE | {
     "prometheus_client": {METRICS},
     "rich": {TOP},
     "shtab": {TOOLS},
+    "starlette": {SERVE},
+    "uvicorn": {SERVE},
 }
 """Rooms: the folders of the product that may import it."""
 REQUIRED = {re.split(r"\W", requirement)[0] for requirement in PROJECT["dependencies"]}

@@ -16,6 +16,7 @@ from . import (
     holders,
     show_config,
     status,
+    up,
     verify_logits,
 )
 from .commands import Command, run_command
@@ -27,15 +28,18 @@ from .keeper import command as keeper
 from .kv import command as kv
 from .metrics import command as metrics
 from .output import EXIT_USAGE
+from .serve import command as serve
 from .top import command as top
 
 COMMANDS: dict[str, Command] = {
+    "up": up,
     "status": status,
     "top": top,
     "dump": dump_index,
     "doctor": doctor,
     "holders": holders,
     "metrics": metrics,
+    "serve": serve,
     "config": show_config,
     "clean": clean,
     "coordinator": coordinator,

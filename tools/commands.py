@@ -29,6 +29,8 @@ EXTRAS = {
     "prometheus_client": "ops",
     "rich": "ops",
     "shtab": "ops",
+    "starlette": "ops",
+    "uvicorn": "ops",
 }
 """Packages that may be missing, and the extra of kvshm that brings each."""
 

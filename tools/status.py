@@ -144,6 +144,7 @@ def _engine(health: EngineHealth) -> Json:
         "epoch": f"{engine.epoch:016x}",
         "pid": engine.pid,
         "model": engine.model,
+        "block_size": engine.block_size,
         "keeps": engine.keeps,
         "in_drain": engine.in_drain,
         "state": health.state,

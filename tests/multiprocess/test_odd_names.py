@@ -47,8 +47,8 @@ ASKED: dict[str, Sequence[Sequence[str]]] = {
         ("compare", "FILE", "\x1b"),
     ),
 }
-NO_NAMES = {"coordinator", "verify-logits", "completion"}
-UNTIL_ENDED = {"keeper", "events", "indexer"}
+NO_NAMES = {"coordinator", "verify-logits", "completion", "up"}
+UNTIL_ENDED = {"keeper", "events", "indexer", "serve"}
 
 
 @pytest.fixture(scope="module")

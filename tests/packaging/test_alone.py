@@ -47,6 +47,7 @@ FOLDERS = {
         "test_log.py::test_every_logger_of_the_product_is_one_of_these": "looks at the sources",
         "test_roles.py": "asks mypy, which is not installed there",
         "test_transport_types.py": "asks mypy, which is not installed there",
+        "test_up.py": "reads YAML, for which nothing is installed there",
         "test_pulses.py": "takes a minute, for the same C code built the same way",
         "test_fuzz_segments.py": "takes a minute, for the same C code built the same way",
         "test_index_model.py": "takes half a minute, for the same C code built the same way",

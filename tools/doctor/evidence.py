@@ -57,7 +57,7 @@ def gather(run_dir: Path, namespace: str | None) -> Evidence:
             refused = f"the engines of {run_dir} cannot be read: {exc}"
     proc = Path("/proc")
     found = find_processes(proc, own_line(proc))
-    return Evidence(run_dir, namespace, refused, reading, found, _gpus(), os.environ)
+    return Evidence(run_dir, namespace, refused, reading, found, list_gpus(), os.environ)
 
 
 def _why_refused(run_dir: Path) -> str:
@@ -73,7 +73,8 @@ def _why_refused(run_dir: Path) -> str:
     return ""
 
 
-def _gpus() -> str | None:
+def list_gpus() -> str | None:
+    """Return a line for each GPU: index, name, MIG mode and compute mode.  None: no nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=index,name,mig.mode.current,compute_mode"]
     try:
         done = subprocess.run(

@@ -28,11 +28,15 @@ class NodeHistory:
     def look(self) -> View:
         """Look now.  The first time no rates are known, and the last minute is the whole time.
         Blocks as ``NodeReader.read`` does."""
+        return self.look_and_read()[0]
+
+    def look_and_read(self) -> tuple[View, NodeReading]:
+        """As ``look``, and return what was read, too."""
         now, since_start = self._read(), self._last is None
         last = measure(now if self._last is None else self._last, now)
         minute = measure(None if since_start else self._minute[0], now)
         self._remember(now)
-        return build_view(now, last, minute, measure(None, now), self._wanted)
+        return build_view(now, last, minute, measure(None, now), self._wanted), now
 
     def check_wanted(self) -> None:
         """Raises NoSuchEngine if the last look found no engine with the wanted name."""

@@ -72,6 +72,10 @@ class Engine(EngineName):
     duplicate_blocks: int
     last_copy_blocks: int
     leased_blocks: int
+    lacking_blocks: int | None
+    """Published blocks of its peers that its replica does not have yet; None: it cannot be read."""
+    lag_seconds: float | None
+    """How long the oldest of these has been published."""
     reused: Reused
     tokens: Tokens
     in_bytes_per_second: float | None
@@ -229,7 +233,7 @@ def _worst_lag(shown: Sequence[EngineHealth]) -> float | None:
 def _engine(health: EngineHealth, last: Rates, minute: Rates, copies: Sequence[Copies]) -> Engine:
     engine = health.engine
     into, out_of = _pairs(engine, copies)
-    lately = minute.of(engine)
+    lately, peers = minute.of(engine), [p for p in engine.peers if not p.suspected]
     build, output = lately.observed("hook_build"), lately.observed("hook_output")
     return Engine(
         namespace=engine.namespace,
@@ -245,6 +249,8 @@ def _engine(health: EngineHealth, last: Rates, minute: Rates, copies: Sequence[C
         duplicate_blocks=engine.blocks.duplicates,
         last_copy_blocks=engine.blocks.last_copies,
         leased_blocks=engine.blocks.leased,
+        lacking_blocks=sum(n for p in peers if (n := p.lacking) is not None) if peers else None,
+        lag_seconds=max((s for p in peers if (s := p.lag_seconds) is not None), default=None),
         reused=_reused(last, [last.of(engine)]),
         tokens=_tokens([lately]),
         in_bytes_per_second=_rate(last, into),

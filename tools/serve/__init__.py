@@ -1,0 +1,1 @@
+"""``kvshm serve``: the node, live in a browser."""
