@@ -104,7 +104,9 @@ FOR_TESTS = {
     "pytest", "hypothesis", "unittest", *FOLDERS,
     *(PurePosixPath(source.name).stem for source in OTHERS),
 }  # fmt: skip
-NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
+RUNS_WHAT_IT_READS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+PHONES = {"aiohttp", "httpx", "requests", "sentry_sdk", "smtplib", "urllib3"}
+NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS | RUNS_WHAT_IT_READS | PHONES}
 MAY_IMPORT = NOWHERE | {
     "vllm": {VLLM, IDENTITY, IMPORTS},
     "transformers": {TRANSFORMERS},
