@@ -213,16 +213,22 @@ def test_a_load_ends_though_the_transport_refuses_what_it_need_not_have(
 def test_loads_leave_no_event_behind(cuda_worker: Make) -> None:
     exporter, importer = cuda_worker(1), cuda_worker(2)
     importer.transport.late_writers = True
-    first = load_of(exporter, importer, 1, 6)
+
+    def unpooled() -> int:
+        """A copy's own event is kept for the next copy, and there is one more of these if that
+        begins before the thread that waited for the last one has given it back."""
+        return importer.driver.events - len(importer.transport.copy_stream._free)
+
+    before = unpooled()
+    first = load = load_of(exporter, importer, 1, 6)
     importer.side.begin_loads(StepMetadata(step=2, loads=[first]))
     until(lambda: "request" in finished(importer.side))
-    before = importer.driver.events
     for _ in range(3):
         load = another(exporter, importer, first, 5)
         importer.side.begin_loads(StepMetadata(step=3, loads=[load]))
         until(lambda: "into 5" in finished(importer.side))
-    del load
-    until(lambda: importer.driver.events == before)
+    del first, load
+    until(lambda: unpooled() == before)
 
 
 def test_a_load_that_was_reported_is_kept_by_no_one(cuda_worker: Make) -> None:
