@@ -121,6 +121,7 @@ MAY_IMPORT = NOWHERE | {
     "prometheus_client": {METRICS},
     "rich": {TOP},
     "shtab": {TOOLS},
+    "h11": {SERVE},
     "starlette": {SERVE},
     "uvicorn": {SERVE},
 }

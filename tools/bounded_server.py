@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from .listening import Place, bind
+from .listening import Place, bind, remove
 from .output import say
 from .signals import ending_signals
 
@@ -87,8 +86,8 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
 
     def server_close(self) -> None:
         super().server_close()
-        if self._is_bound and self._place.is_path:
-            Path(self._place.address).unlink(missing_ok=True)
+        if self._is_bound:
+            remove(self._place)
 
     # -- clients
 

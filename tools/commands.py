@@ -29,6 +29,7 @@ EXTRAS = {
     "prometheus_client": "ops",
     "rich": "ops",
     "shtab": "ops",
+    "h11": "ops",
     "starlette": "ops",
     "uvicorn": "ops",
 }

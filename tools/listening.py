@@ -54,6 +54,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def parse_place(text: str) -> Place:
     """Return the place of a path, which has a / in it, or of an address, as an argparse type."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL: give a path, or [ADDR:]PORT")
     if "/" in text:
         return Place(socket.AF_UNIX, text)
     host, port = parse_address(text)
@@ -85,13 +87,21 @@ def bind(unbound: socket.socket, place: Place) -> None:
         raise OSError(exc.errno, f"cannot listen on {where}: {exc.strerror}") from exc
 
 
+def remove(place: Place) -> None:
+    """Remove the socket of a path that no longer listens, unless another process does by now."""
+    if place.is_path and not is_served(Path(place.address)):
+        Path(place.address).unlink(missing_ok=True)
+
+
 def _bind_path(unbound: socket.socket, path: Path) -> None:
     """Bind for this user only, in the place of a socket that a killed process has left."""
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         most = f"the path of a Unix socket has {SOCKET_PATH_BYTES} bytes at most"
         raise OSError(errno.ENAMETOOLONG, most)
     with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(path.lstat().st_mode) and not is_served(path):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "there is something else than a socket")
+        if not is_served(path):
             path.unlink()
     before = os.umask(ONLY_OWNER)
     try:

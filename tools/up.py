@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from kvshm._base.rundir import tables_socket
+from kvshm._base.rundir import open_run_directory, tables_socket
 from kvshm._shm.fds import is_served
 from kvshm.errors import ConfigError
 
@@ -22,6 +23,7 @@ from .output import note
 
 HELP = "start a coordinator unless one runs, and print how to start two engines beside it"
 FIRST_PORT, ENGINES = 8001, 2
+PLAIN = re.compile(r"[A-Za-z0-9_./:=@,+-]+")
 SYSTEM_DIR = "/run/kvshm"
 """The run directory of services and containers."""
 LASTING = ("RuntimeDirectory=kvshm", "RuntimeDirectoryPreserve=yes")
@@ -42,6 +44,7 @@ class Engine(NamedTuple):
 
     variables: Mapping[str, str]
     command: Sequence[str]
+    on_gpu: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    if not asked.model.isprintable() or not asked.model:
+    if not asked.model.isprintable() or not asked.model or asked.model.startswith("-"):
         raise ConfigError(f"model {asked.model!r} is no name of a model")
-    gpus = [row.partition(",")[0].strip() for row in (list_gpus() or "").splitlines()]
-    machine = Machine(gpus, sorted(os.sched_getaffinity(0)), _find_vllm())
     config, run_dir = read_place(asked)
     by_hand = asked.form == "shell"
-    given = {"KVSHM_RUN_DIR": asked.run_dir if by_hand else SYSTEM_DIR}
-    place = {k: v for k, v in (given | {"KVSHM_NAMESPACE": asked.namespace}).items() if v}
+    if by_hand:
+        run_dir = open_run_directory(config.run_dir, os.environ)
+    gpus = [row.partition(",")[0].strip() for row in (list_gpus() or "").splitlines()]
+    machine = Machine(gpus, sorted(os.sched_getaffinity(0)), _find_vllm())
+    place = {"KVSHM_NAMESPACE": config.namespace} if "KVSHM_NAMESPACE" in config.given else {}
+    if "KVSHM_RUN_DIR" in config.given or not by_hand:
+        place["KVSHM_RUN_DIR"] = str(run_dir if "KVSHM_RUN_DIR" in config.given else SYSTEM_DIR)
     for line in FORMS[asked.form](engines(asked.model, machine, place), place):
         print(line)
     sys.stdout.flush()
@@ -78,9 +84,8 @@ def run(asked: argparse.Namespace) -> int:
         note(f"a coordinator of namespace {config.namespace!r} runs already in {run_dir}")
         return 0
     note("this is the coordinator; start the engines in another shell")
-    options = {"--run-dir": asked.run_dir, "--namespace": asked.namespace}
-    given_ones = [word for name, value in options.items() if value for word in (name, value)]
-    return coordinator.start(given_ones)
+    options = {"--run-dir": str(run_dir), "--namespace": config.namespace}
+    return coordinator.start([word for each in options.items() for word in each])
 
 
 def _find_vllm() -> Sequence[str]:
@@ -100,6 +105,7 @@ def engines(model: str, machine: Machine, place: Mapping[str, str]) -> list[Engi
         Engine(
             {"KVSHM_ENABLE": "1", **place, **_part(machine, number)},
             [*machine.vllm, model, "--port", str(FIRST_PORT + number), *memory],
+            bool(machine.gpus),
         )
         for number in range(ENGINES)
     ]
@@ -124,8 +130,9 @@ def _as_shell(wanted: Sequence[Engine], _: Mapping[str, str]) -> Iterator[str]:
 def _as_systemd(wanted: Sequence[Engine], place: Mapping[str, str]) -> Iterator[str]:
     """Units, each behind a comment with its file."""
     folder = os.path.dirname(sys.executable)
-    start = f"{folder}/kvshm-coordinator"
-    yield from _unit("kvshm-coordinator", start, place, *LASTING, "Type=notify")
+    start = _in_unit(f"{folder}/kvshm-coordinator")
+    lasting = LASTING if place["KVSHM_RUN_DIR"] == SYSTEM_DIR else ()
+    yield from _unit("kvshm-coordinator", start, place, *lasting, "Type=notify")
     for number, each in enumerate(wanted, 1):
         program = os.path.join(folder, each.command[0])
         start = " ".join(_in_unit(word) for word in [program, *each.command[1:]])
@@ -136,7 +143,8 @@ def _unit(name: str, start: str, variables: Mapping[str, str], *lines: str) -> I
     yield f"# /etc/systemd/system/{name}.service"
     yield "[Service]"
     yield f"User={os.environ.get('USER') or os.getuid()}"
-    yield from (f"Environment={_in_unit(f'{name}={value}')}" for name, value in variables.items())
+    for variable in variables.items():
+        yield f"Environment={_in_unit('='.join(variable), dollar='$')}"
     yield from lines
     yield f"ExecStart={start}"
     yield "Restart=always"
@@ -145,9 +153,14 @@ def _unit(name: str, start: str, variables: Mapping[str, str], *lines: str) -> I
     yield ""
 
 
-def _in_unit(word: str) -> str:
-    quoted = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{quoted}"' if quoted != word or " " in word else word
+def _in_unit(word: str, dollar: str = "$$") -> str:
+    """Quote a word as systemd reads it (systemd.syntax(7), systemd.service(5)).  ``dollar``: what
+    stands for one."""
+    if PLAIN.fullmatch(word):
+        return word
+    for character, written in ("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", dollar):
+        word = word.replace(character, written)
+    return f'"{word}"'
 
 
 def _as_compose(wanted: Sequence[Engine], place: Mapping[str, str]) -> Iterator[str]:
@@ -155,10 +168,12 @@ def _as_compose(wanted: Sequence[Engine], place: Mapping[str, str]) -> Iterator[
     yield "services:"
     yield from _service("coordinator", ["kvshm-coordinator"], place)
     for number, each in enumerate(wanted, 1):
-        yield from _service(f"vllm-{number}", each.command, each.variables)
+        yield from _service(
+            f"vllm-{number}", [os.path.basename(each.command[0]), *each.command[1:]], each.variables
+        )
         port = each.command[each.command.index("--port") + 1]
         yield f'    ports: ["127.0.0.1:{port}:{port}"]'
-        if "CUDA_VISIBLE_DEVICES" in each.variables:
+        if each.on_gpu:
             yield "    gpus: all"
 
 

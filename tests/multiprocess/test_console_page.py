@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,8 +163,14 @@ def test_it_sees_deaths_and_comes_back_after_the_consoles_own(place: Node, opens
     engine.kill()
     shown.wait("faults", "its process has ended")
     assert shown.page.title() != "kvshm: healthy"
+    first.process.signal(signal.SIGSTOP)
+    shown.wait("connection", "nothing heard")
+    assert shown.page.title() == "kvshm: unknown"
+    first.process.signal(signal.SIGCONT)
+    shown.wait("connection", "live")
     first.process.kill()
     shown.wait("connection", "trying again")
+    assert shown.text("state") == "unknown"
     Console(place, "--listen", str(first.port))
     shown.wait("connection", "live")
 
@@ -185,7 +192,7 @@ def test_a_coordinator_that_ends_and_another_one_are_seen(opens: Opens) -> None:
 @contextmanager
 def crowd(node: Node) -> Iterator[list[Managed]]:
     """Engines, of which some import from others."""
-    options = ("--requests", "3", "--peers", "3")
+    options = ("--requests", "3", "--peers", "3", "--model", "meta-llama/Llama-3.1-8B-Instruct")
     engines = [toy_engines.start(node, seed, *options) for seed in range(MANY)]
     for engine in engines:
         toy_engines.result(engine)
@@ -210,7 +217,9 @@ def test_many_engines_fit_any_width_and_the_page_does_not_grow(opens: Opens) -> 
                     assert shown.run(CONTRASTS) == []
                     assert shown.complaints == []
             toy_engines.all_more(engines[:2])
-            shown.run("stream.close(), show()")  # from here on only what is played
+            shown.run("stream.close(), stream = null")  # from here on only what is played
+            twice = "view.faults.push(...Array(4).fill({kind: 'log', engines: [], text: 'same'}))"
+            shown.run(f"{twice}, show()")
             before = shown.run(NODES)
             shown.run("for (let i = 0; i < 1800; i += 1) { view.time += 1; show(); }")
             hours = (

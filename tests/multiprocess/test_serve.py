@@ -169,8 +169,46 @@ def test_a_unix_socket_is_for_its_user_and_goes_with_the_console(place: Node) ->
     taken = place.processes.python("serve", *SERVE, "--listen", str(path))
     assert taken.wait() == 1
     taken.wait_err("cannot listen on")
+    path.unlink()
+    other = Console(place, "--listen", str(path))
     assert again.process.terminate() == 0
+    assert other.ask("/healthz").status == 200  # its socket was left to it
+    assert other.process.terminate() == 0
     assert not path.exists()
+
+
+def test_clients_that_go_away_early_leave_no_word_in_the_log(place: Node) -> None:
+    console = Console(place)
+    for sent in (
+        b"POST /prefix HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+        b"POST /prefix HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"\x16\x03\x01\r\n\r\n",
+    ):
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", console.port)) as client:
+                client.sendall(sent)
+    wait_until(lambda: answers(console), "it serves on")
+    assert console.ask("/prefix", b"{").status == 400
+    assert not console.process.err.matching(lambda line: "serving" not in line)
+
+
+def test_a_run_directory_that_cannot_be_read_is_said_in_a_line(place: Node) -> None:
+    console = Console(place)
+    wait_until(lambda: console.ask("/readyz").status == 200, "it has looked")
+    aside = place.run_dir.rename(f"{place.run_dir}-aside")
+    place.run_dir.touch()
+    page = console.events()
+    assert next(page)[0] == "failed"
+    for path in ("/status", "/metrics", "/readyz"):
+        answer = console.ask(path)
+        assert answer.status == 503
+        assert b"the engines cannot be read: " in answer.body
+    place.run_dir.unlink()
+    aside.rename(place.run_dir)
+    assert next(each for each, _ in page if each != "failed") == "status"
+    assert console.ask("/readyz").status == 200
+    assert len(console.process.err.matching(lambda line: "serving" not in line)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -196,6 +234,13 @@ def test_slow_clients_and_too_many_of_them_hold_nobody_up(place: Node) -> None:
         wait_until(lambda: answers(console), "silent clients are given up")
         reader.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")  # and never reads
         assert next(console.events())[0] == "status"
+    with ExitStack() as open_ones:
+        for _ in range(MAX_CLIENTS):
+            page = open_ones.enter_context(socket.create_connection(("127.0.0.1", console.port)))
+            page.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: answers(console), "pages leave room for what ends soon")
+        last = [name for name, _ in console.events()]
+        assert last == ["failed"]  # and the stream ends: there are enough pages
     assert len(os.listdir(f"/proc/{console.process.pid}/fd")) < MAX_CLIENTS
 
 

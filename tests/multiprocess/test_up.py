@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import sys
 
 import pytest
 
@@ -48,3 +49,25 @@ def test_services_are_printed_and_nothing_is_started(form: str) -> None:
         assert printed.wait() == 0
         assert "kvshm-coordinator" in str(printed.out)
         assert not node.sockets()
+
+
+def test_a_place_of_the_environment_is_printed_too() -> None:
+    with fresh_node() as node:
+        place = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
+        first = node.processes.start("up", sys.executable, *UP, environ=place)
+        line = first.wait_out(lambda each: "--port 8001" in each)
+        assert place.items() <= dict(word.split("=", 1) for word in line.split()[:4]).items()
+        first.wait_err("event=serving")
+        assert first.terminate() == 0
+        other = node.processes.start("up", sys.executable, *UP, "--as", "compose", environ=place)
+        assert other.wait() == 0
+        assert str(other.out).count(node.namespace) == 3
+        assert str(other.out).count(f'KVSHM_RUN_DIR: "{node.run_dir}"') == 3
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "/proc/none", "relative"])
+def test_nothing_is_printed_where_no_coordinator_can_run(node: Node, place: str) -> None:
+    refused = node.processes.python("up", *UP, "--run-dir", place)
+    assert refused.wait() == 2
+    assert str(refused.out) == ""
+    refused.wait_err(place)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
 
 from kvshm.errors import ConfigError
-from kvshm.tools.serve.guard import OPEN_PATHS, Guard, host_name, read_token
+from kvshm.tools.serve.guard import OPEN_PATHS, Guard, host_name, read_name, read_token
 
 TOKEN = "a-token-of-the-test"
 HERE = {"host": "localhost:9403"}
@@ -51,6 +52,28 @@ def test_pages_of_others_may_link_to_the_console_and_nothing_else(site: str) -> 
     assert refused is not None
     assert refused.status == 403
     assert Guard().refusal("/doctor", HERE | {"sec-fetch-site": "same-origin"}) is None
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost", "x"])
+def test_what_another_page_sends_is_refused_without_hints_of_the_browser(origin: str) -> None:
+    refused = Guard().refusal("/prefix", HERE | {"origin": origin})
+    assert refused is not None
+    assert refused.status == 403
+    assert Guard().refusal("/prefix", HERE | {"origin": "http://localhost:9403"}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("Proxy.example.", "proxy.example"), ("b\u00fccher.example", "xn--bcher-kva.example")],
+)
+def test_a_name_is_answered_to_as_browsers_send_it(given: str, name: str) -> None:
+    assert read_name(given) == name
+
+
+@pytest.mark.parametrize("given", ["", ".", "https://proxy", "proxy:443", "a b:c", "[::1", "a..b"])
+def test_what_no_browser_sends_as_a_name_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="--host="):
+        read_name(given)
 
 
 def basic(text: str) -> str:
@@ -133,6 +156,13 @@ def test_a_bad_token_file_is_named_with_its_remedy(
         read_token(path)
     assert f"--token-file={str(path)!r}" in str(caught.value)
     assert TOKEN not in str(caught.value)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo", 0o600)
+    for path in (fifo, Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match="--token-file="):
+            read_token(path)
 
 
 def test_no_token_file_is_an_error_too(tmp_path: Path) -> None:

@@ -49,9 +49,14 @@ def test_engines_take_what_the_machine_has(machine: Machine, parts: list[dict[st
     assert len(set(ports)) == 2
 
 
-def printed(form: str, model: str = ODD) -> str:
-    wanted = started(Machine([], [0, 1]), model)
-    return "\n".join(FORMS[form](wanted, {"KVSHM_RUN_DIR": SYSTEM_DIR}))
+TWO_CORES = Machine([], [0, 1])
+
+
+def printed(
+    form: str, model: str = ODD, machine: Machine = TWO_CORES, run_dir: str = SYSTEM_DIR
+) -> str:
+    place = {"KVSHM_RUN_DIR": run_dir}
+    return "\n".join(FORMS[form](engines(model, machine, place), place))
 
 
 def test_a_shell_reads_the_lines_as_they_are_meant() -> None:
@@ -75,6 +80,21 @@ def test_docker_compose_reads_the_file_as_it_is_meant() -> None:
     assert services["vllm-2"]["ports"] == ["127.0.0.1:8002:8002"]
 
 
+@pytest.mark.parametrize("gpus", [[], ["0"], ["0", "1"]])
+def test_containers_get_the_gpus_that_there_are(gpus: list[str]) -> None:
+    vllm = ("/opt/my env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model")
+    services = yaml.safe_load(printed("compose", "m", Machine(gpus, [0, 1], vllm)))["services"]
+    for name in ("vllm-1", "vllm-2"):
+        assert services[name].get("gpus") == ("all" if gpus else None)
+        assert services[name]["command"][:2] == ["python", "-m"]
+
+
+@pytest.mark.parametrize("model", ["it's", "'", ";", "a b", "%n", "$HOME", "ünicode", "-"])
+def test_a_word_of_a_unit_is_quoted_unless_it_is_plain(model: str) -> None:
+    (line,) = (ln for ln in printed("systemd", model).splitlines() if "--port 8001" in ln)
+    assert line.count(f'"{model.replace("%", "%%").replace("$", "$$")}"') == (model != "-")
+
+
 def test_units_have_all_that_systemd_needs() -> None:
     units = printed("systemd").split("# /etc/systemd/system/")[1:]
     assert [unit.partition("\n")[0] for unit in units] == [
@@ -90,3 +110,5 @@ def test_units_have_all_that_systemd_needs() -> None:
         assert parser["Service"]["User"]
     assert "RuntimeDirectory=kvshm" in units[0]
     assert '"a model\'s $$HOME 100%% \\"\\\\"' in units[1]
+    assert 'Environment="KVSHM_RUN_DIR=/run/a $HOME"' in printed("systemd", run_dir="/run/a $HOME")
+    assert "RuntimeDirectory" not in printed("systemd", run_dir="/run/a $HOME")

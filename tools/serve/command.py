@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+from contextlib import closing
 from pathlib import Path
 
 from kvshm.errors import ConfigError
@@ -26,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "exit status: 0 ended by SIGTERM or SIGINT; 1 it cannot listen there; 2 wrong command line "
         "or setting, or starlette, uvicorn or prometheus_client is missing"
     )
-    default = f"{DEFAULT_ADDRESS}:{DEFAULT_PORT}"
     parser.add_argument(
         "--listen",
         metavar="PATH|[ADDR:]PORT",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Place(socket.AF_INET, (DEFAULT_ADDRESS, DEFAULT_PORT)),
         help="a Unix socket, which only this user can use (it has a / in its name), or an address: "
         "one of the loopback interface, which every user of this machine can use, or any other, "
-        f"which needs --token-file (default: {default})",
+        f"which needs --token-file (default: {DEFAULT_ADDRESS}:{DEFAULT_PORT})",
     )
     parser.add_argument(
         "--token-file",
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     from .app import Console  # needs starlette and prometheus_client
-    from .guard import Guard, read_token
+    from .guard import Guard, read_name, read_token
     from .node import Node
-    from .server import listening, serve
+    from .server import serve
 
     if not (asked.listen.is_of_this_machine or asked.token_file):
         raise ConfigError(
@@ -66,9 +66,8 @@ def run(asked: argparse.Namespace) -> int:
             "--token-file, too, or a path, or a loopback address"
         )
     token = read_token(asked.token_file) if asked.token_file else ""
-    names = {socket.gethostname(), *asked.host}
-    guard = Guard(frozenset(name.lower().removesuffix(".") for name in names), token)
+    guard = Guard(frozenset({socket.gethostname().lower(), *map(read_name, asked.host)}), token)
     run_dir, namespace = find_place(asked)
-    with Node(run_dir, namespace) as node, listening(asked.listen) as bound:
-        serve(Console(node), guard, bound)
+    with closing(Node(run_dir, namespace)) as node:
+        serve(Console(node), guard, asked.listen)
     return 0

@@ -6,25 +6,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvshm.errors import KvshmError
 
 from ..output import Json, say
 from .hour import POINT_SECONDS, Point
 
-INTERVAL_SECONDS = 1.0
+INTERVAL_SECONDS = 2.0
+MOST_PAGES = 48
+"""Of the connections (``MAX_CLIENTS``); the others are for what ends soon."""
 LEAST_SECONDS = 0.25
 """Between two looks, however often pages come and go."""
-
-
-class Look(NamedTuple):
-    """What one look found."""
-
-    status: Json
-    """As ``kvshm status --json`` prints it."""
-    top: Json
-    """As ``kvshm top --json`` prints it."""
 
 
 class Feed:
@@ -32,25 +25,19 @@ class Feed:
 
     def __init__(
         self,
-        look: Callable[[], Awaitable[Look]],
+        look: Callable[[], Awaitable[tuple[Json, Json]]],
         points_since: Callable[[int], tuple[int, list[Point]]],
-        interval: float = INTERVAL_SECONDS,
-        idle_interval: float = POINT_SECONDS,
     ) -> None:
-        """``points_since``: of the last hour, as ``Hour.since`` returns them."""
+        """``look``, ``points_since``: see ``Node``."""
         self._look, self._points_since = look, points_since
-        self._interval, self._idle_interval = interval, idle_interval
         self._changed = asyncio.Condition()
         self._came = asyncio.Event()
         self._number, self._text = 0, ""
-        self._said = ""
+        self.trouble = "the console has not looked at the node yet"
+        """Why pages show nothing new; empty: they do."""
         self._ended = False
         self.pages = 0
         """How many are open."""
-
-    @property
-    def has_looked(self) -> bool:
-        return self._number > 0
 
     async def run(self) -> None:
         """Look, again and again, until this is cancelled."""
@@ -61,7 +48,7 @@ class Feed:
                 self._changed.notify_all()
             self._came.clear()
             await asyncio.sleep(LEAST_SECONDS)
-            pause = self._interval if self.pages else self._idle_interval
+            pause = INTERVAL_SECONDS if self.pages else POINT_SECONDS
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._came.wait(), max(pause - LEAST_SECONDS, 0.0))
 
@@ -73,10 +60,14 @@ class Feed:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield what a page is sent, for as long as it reads: whoever is late misses frames."""
+        if self.pages >= MOST_PAGES:
+            yield event("failed", f"{MOST_PAGES} pages are open already")
+            return
         self.pages += 1
-        if self.pages == 1:
-            self._came.set()
         seen = points = 0
+        if self.pages == 1:  # what the last look found may be half a minute old
+            seen = self._number
+            self._came.set()
         try:
             while (frame := await self._next(seen)) is not None:
                 seen, text = frame
@@ -92,20 +83,19 @@ class Feed:
 
     async def _events(self) -> str:
         try:
-            found = await self._look()
+            status, top = await self._look()
         except (KvshmError, OSError) as exc:
-            self._say(text := f"the engines cannot be read: {exc}")
-            return event("failed", text)
+            return self._failed(f"the engines cannot be read: {exc}")
         except Exception as exc:  # any: the next look may succeed
-            self._say(f"a look failed: {type(exc).__name__}: {exc}")
-            return event("failed", "a look at the node failed; see the log of kvshm serve")
-        self._said = ""
-        return event("status", found.status) + event("top", found.top)
+            return self._failed(f"a look failed: {type(exc).__name__}: {exc}")
+        self.trouble = ""
+        return event("status", status) + event("top", top)
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            say("serve", text)
-        self._said = text
+    def _failed(self, why: str) -> str:
+        if why != self.trouble:
+            say("serve", why)
+        self.trouble = why
+        return event("failed", why)
 
 
 def event(name: str, data: Any) -> str:

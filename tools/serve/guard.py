@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hmac
 import ipaddress
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from kvshm.errors import ConfigError
 
-LEAST_TOKEN = 16
+LEAST_TOKEN, MOST_TOKEN = 16, 4096
 """Characters."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """For probes, which have no token: they tell nothing of the engines."""
@@ -34,6 +35,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
+    "Connection": "close",
 }
 """Of every answer."""
 
@@ -53,10 +55,13 @@ class Guard:
     def refusal(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is not answered.  ``headers``: with names in lower case."""
         name = host_name(headers.get("host", ""))
-        if not (name in self.names or name == "localhost" or _is_address(name)):
+        if not name or not (name in self.names or name == "localhost" or _is_address(name)):
             why = f"the console does not answer to the name {name[:80]!r}: see kvshm serve --host"
             return Refusal(421, why)
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and path != "/":
+        origin = headers.get("origin", "").rpartition("://")[2]
+        site = headers.get("sec-fetch-site", "none")
+        foreign = site not in ("none", "same-origin") and path != "/"
+        if foreign or origin not in ("", headers["host"]):
             return Refusal(403, "the console answers to its own page only")
         if self.token and path not in OPEN_PATHS and not self._knows(headers):
             return Refusal(401, "the console needs its token, as the password or as a bearer token")
@@ -83,17 +88,26 @@ def _is_address(name: str) -> bool:
     return False
 
 
+def read_name(text: str) -> str:
+    """Return a name to answer to as browsers send it.  Raises ConfigError."""
+    with suppress(UnicodeError):
+        name = text.encode("idna").decode().lower().removesuffix(".")
+        if name and host_name(name) == name:
+            return name
+    raise ConfigError(f"--host={text!r} is no name of a host: give it without scheme and port")
+
+
 def read_token(path: Path) -> str:
     """Return the token in a file that only its owner can read.  Raises ConfigError."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        token = path.read_text("ascii").strip()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            is_file = stat.S_ISREG(found.st_mode)
+            token = file.read(MOST_TOKEN).decode("ascii").strip() if is_file else ""
     except (OSError, ValueError) as exc:
         raise ConfigError(f"--token-file={str(path)!r} cannot be read: {exc}") from exc
-    if mode & 0o077:
-        raise ConfigError(
-            f"--token-file={str(path)!r} can be read by other users (mode {mode:o}): chmod 600 it"
-        )
+    if is_file and found.st_mode & 0o077:
+        raise ConfigError(f"--token-file={str(path)!r} can be read by other users: chmod 600 it")
     if len(token) < LEAST_TOKEN or not token.isprintable() or " " in token:
         raise ConfigError(
             f"--token-file={str(path)!r} has no word of {LEAST_TOKEN} characters or more: "

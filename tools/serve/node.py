@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from ..doctor.checks import as_json as checks_as_json
 from ..doctor.checks import run_checks
@@ -22,14 +21,13 @@ from ..node.reading import NodeReading
 from ..output import Json, cleaned
 from ..status import as_json as status_as_json
 from ..top.history import NodeHistory
-from .feed import Look
 from .hour import Hour, Point
 
 Found = TypeVar("Found")
 
 
 class Node:
-    """A context.  Its methods wait for each other, and block no event loop."""
+    """Its methods wait for each other, and block no event loop.  Close it."""
 
     def __init__(self, run_dir: Path, namespace: str | None) -> None:
         self._run_dir, self._namespace = run_dir, namespace
@@ -38,19 +36,15 @@ class Node:
         self._hour = Hour()
         self._thread = ThreadPoolExecutor(1, "kvshm-serve-look")
         self._checking = ThreadPoolExecutor(1, "kvshm-serve-check")
+        self._check: asyncio.Future[Json] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for pool in (self._checking, self._thread):
             pool.shutdown(cancel_futures=True)
         self._reader.close()
 
-    async def look(self) -> Look:
-        """Raises KvshmError or OSError."""
+    async def look(self) -> tuple[Json, Json]:
+        """Return the JSON of ``kvshm status`` and ``kvshm top``.  Raises KvshmError, OSError."""
         return await self._read(self._look)
 
     def points_since(self, seen: int) -> tuple[int, list[Point]]:
@@ -70,15 +64,18 @@ class Node:
 
     async def checks(self) -> Json:
         """Do what ``kvshm doctor`` does.  Takes seconds, and holds up no look."""
-        return await asyncio.get_running_loop().run_in_executor(self._checking, self._checks)
+        if self._check is None or self._check.done():  # else all who ask wait for that one
+            loop = asyncio.get_running_loop()
+            self._check = loop.run_in_executor(self._checking, self._checks)
+        return await asyncio.shield(self._check)
 
     async def _read(self, work: Callable[[], Found]) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _look(self) -> Look:
+    def _look(self) -> tuple[Json, Json]:
         view, reading = self._history.look_and_read()
         self._hour.add(reading)
-        return Look(_status_of(reading), cleaned(view.as_json()))
+        return _status_of(reading), cleaned(view.as_json())
 
     def _checks(self) -> Json:
         findings = run_checks(CHECKS, gather(self._run_dir, self._namespace))

@@ -2,7 +2,7 @@
 // The console of kvshm serve: shows what /events sends.  All text of engines goes through
 // textContent, so that nothing in it is ever markup.
 
-const WIDTH = 640, HOUR = 3600, MOST_POINTS = 120, MOST_FAULTS = 50, LABELLED_EDGES = 12;
+const WIDTH = 640, HOUR = 3600, MOST_POINTS = 120, MOST_FAULTS = 50, MOST_SILENCE = 8, LABELLED_EDGES = 12;
 const NAMES = { local: "own cache", peer: "other engines", computed: "computed" };
 const $ = (id) => document.getElementById(id);
 
@@ -35,9 +35,10 @@ function set(element, text, classes = "") {
 }
 
 function keyed(parent, items, keyOf, make, update) {
-  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const old = new Map([...parent.children].map((child) => [child.dataset.key, child])), times = new Map();
   items.forEach((item, position) => {
-    const key = keyOf(item);
+    const same = keyOf(item), time = times.get(same) ?? 0, key = time ? `${same}\n${time}` : same;
+    times.set(same, time + 1);
     let child = old.get(key);
     if (child === undefined) { child = make(); child.dataset.key = key; }
     old.delete(key);
@@ -206,21 +207,20 @@ function arrow(pair, from, to, labelled) {
   return labelled && speed ? [line, head, label] : [line, head];
 }
 
-// -- the last hour
-
 function showHour() {
-  const last = points.at(-1);
-  if (last === undefined) return;
+  if (!points.length) return;
   const peak = Math.max(...points.map((p) => (p.local + p.peer + p.computed) / p.seconds), 1);
   const shapes = [];
-  for (const point of points) {
-    const right = WIDTH - (last.time - point.time) / HOUR * WIDTH, width = point.seconds / HOUR * WIDTH;
+  let right = WIDTH;
+  for (const point of [...points].reverse()) {
+    const width = point.seconds / HOUR * WIDTH;
     let top = 150;
     for (const source of ["local", "peer", "computed"]) {
       const height = point[source] / point.seconds / peak * 140;
       top -= height;
       if (height) shapes.push(drawn("rect", { class: source, x: (right - width).toFixed(1), y: top.toFixed(1), width: Math.max(width - 0.5, 0.5).toFixed(1), height: height.toFixed(1) }));
     }
+    right -= width;
   }
   $("hour").replaceChildren(...shapes);
   const sums = { local: 0, peer: 0, computed: 0 };
@@ -233,8 +233,6 @@ function showHour() {
     number(point.computed), bytes(point.copied_bytes), number(point.discarded),
   ]);
 }
-
-// -- joins and drains
 
 function showChanges() {
   const rows = [];
@@ -250,8 +248,6 @@ function showChanges() {
   $("no-changes").hidden = rows.length > 0;
 }
 
-// -- who holds a prefix
-
 function offerModels() {
   const engines = status.namespaces.flatMap((space) => space.engines).filter((engine) => !engine.keeps);
   const values = [...new Set(engines.map((engine) => JSON.stringify([engine.model, engine.block_size])))].sort();
@@ -265,15 +261,20 @@ function offerModels() {
 // 64-bit numbers, as in KV events, are written in hexadecimal: JavaScript's numbers would round them.
 const hashOf = (word) => (/^\d{17,20}$/.test(word) ? BigInt(word).toString(16).padStart(16, "0") : word);
 
+async function fetched(path, options) {
+  const reply = await fetch(path, options);
+  if (!reply.ok) throw new Error((await reply.text()).trim());
+  return reply.json();
+}
+
 async function ask(submitted) {
   submitted.preventDefault();
   const [model, block_size] = JSON.parse($("prefix-model").value);
-  const seq_hashes = ($("prefix-hashes").value.match(/[0-9a-z]+/gi) ?? []).map(hashOf);
+  const seq_hashes = $("prefix-hashes").value.split(/[\s,;"'[\]]+/).filter(Boolean).map(hashOf);
   const answer = $("prefix-answer");
   try {
-    const reply = await fetch("/prefix", { method: "POST", body: JSON.stringify({ model, block_size, seq_hashes }) });
-    if (!reply.ok) throw new Error((await reply.text()).trim());
-    const found = Object.entries((await reply.json()).default).sort(([, a], [, b]) => b.longest_matched - a.longest_matched);
+    const reply = await fetched("/prefix", { method: "POST", body: JSON.stringify({ model, block_size, seq_hashes }) });
+    const found = Object.entries(reply.default).sort(([, a], [, b]) => b.longest_matched - a.longest_matched);
     const lines = found.map(([engine, held]) => `${engine}: ${held.GPU} tokens in its own cache${held.CPU ? `, ${held.CPU} with keepers` : ""}`);
     const head = `of ${seq_hashes.length * block_size} tokens`;
     answer.replaceChildren(set(document.createElement("p"), head), document.createElement("ul"));
@@ -283,16 +284,12 @@ async function ask(submitted) {
   }
 }
 
-// -- checks
-
 async function check() {
   const button = $("doctor-run");
   button.disabled = true;
   set($("doctor-text"), "looking", "quiet");
   try {
-    const reply = await fetch("/doctor");
-    if (!reply.ok) throw new Error((await reply.text()).trim());
-    const found = await reply.json();
+    const found = await fetched("/doctor");
     const isBad = (each) => ["problem", "warning"].includes(each.result);
     const lineOf = (each) => [`${each.check}: ${each.found}`, each.remedy, { problem: "down", warning: "degraded" }[each.result]];
     list($("doctor"), found.checks.filter(isBad), lineOf);
@@ -307,23 +304,35 @@ async function check() {
 
 // -- the stream, which costs the node nothing while the page is not seen
 
-let stream = null;
+let stream = null, silence = 0;
+
+function lose(why) {
+  set($("connection"), why, "down");
+  set($("state"), "unknown", "badge down");
+  document.title = "kvshm: unknown";
+}
 
 function connect() {
   stream?.close();
   stream = new EventSource("/events");
-  stream.onopen = () => { points = []; set($("connection"), "live"); };
+  stream.onopen = () => { points = []; };
   stream.onerror = () => {
-    set($("connection"), "no answer from kvshm serve; trying again", "down");
+    lose("no answer from kvshm serve; trying again");
     if (stream?.readyState === EventSource.CLOSED) setTimeout(() => document.hidden || connect(), 3000);
   };
-  stream.addEventListener("status", (event) => { status = JSON.parse(event.data); });
+  stream.addEventListener("status", (event) => { status = JSON.parse(event.data); silence = 0; });
   stream.addEventListener("top", (event) => { view = JSON.parse(event.data); set($("connection"), "live"); show(); });
   stream.addEventListener("hour", (event) => { points = [...points, ...JSON.parse(event.data)].slice(-MOST_POINTS); showHour(); });
-  stream.addEventListener("failed", (event) => set($("connection"), JSON.parse(event.data), "down"));
+  stream.addEventListener("failed", (event) => { lose(JSON.parse(event.data)); silence = 0; });
 }
 
+setInterval(() => {
+  silence += 1;
+  if (stream && silence > MOST_SILENCE) lose(`nothing heard from kvshm serve for ${silence} s`);
+}, 1000);
+
 document.addEventListener("visibilitychange", () => {
+  silence = 0;
   if (!document.hidden) connect();
   else { stream?.close(); stream = null; set($("connection"), "resting"); }
 });
