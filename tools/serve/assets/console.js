@@ -170,7 +170,7 @@ function draw(pairs) {
   if (same === lastGraph) return;
   lastGraph = same;
   engines.forEach((engine, i) => {
-    const turn = 2 * Math.PI * i / engines.length - Math.PI / 2;
+    const turn = 2 * Math.PI * i / engines.length - (engines.length === 2 ? Math.PI : Math.PI / 2);
     place.set(engine.epoch, { x: 320 + 190 * Math.cos(turn), y: 200 + 150 * Math.sin(turn), cos: Math.cos(turn), sin: Math.sin(turn) });
   });
   const shapes = [];
