@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from contextlib import nullcontext
 
@@ -66,13 +65,13 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # as above
 def serve(console: Console, guard: Guard, place: Place) -> None:
     """Serve there until SIGTERM or SIGINT.  Main thread only, since it handles signals.  Raises
     OSError."""
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # else any client could fill the log
     config = uvicorn.Config(
         console.app(guard),
         http=_Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
+        log_level="critical",  # else any client could fill the log
         access_log=False,
         date_header=False,
         server_header=False,
