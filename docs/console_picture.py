@@ -50,7 +50,9 @@ def main() -> None:
         model = write_model(node.run_dir / "model")
         one, other = node.start_engines(EngineSpec("a", model, 0), EngineSpec("b", model, 1))
         with console(node) as url:
-            started = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+            started = playwright.chromium.launch(
+                executable_path=browser, args=["--no-sandbox", "--disable-dev-shm-usage"]
+            )
             page = started.new_page(viewport={"width": 1280, "height": 800})
             page.goto(url)
             end, number = time.monotonic() + SECONDS, 0

@@ -37,7 +37,7 @@ def address() -> Iterator[str]:
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox"]
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
         yield started
         started.close()
