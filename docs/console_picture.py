@@ -40,7 +40,7 @@ def send(a: Engine, b: Engine, number: int) -> None:
     prompt = [10 + (number * 7 + token) % 900 for token in range(PROMPT_TOKENS)]
     for engine in (a, b, a):
         engine.complete(prompt, max_tokens=4)
-        time.sleep(0.2)
+        time.sleep(0.2)  # the other engine hears of the prefix meanwhile
 
 
 def main() -> None:

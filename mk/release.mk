@@ -10,7 +10,7 @@ release: $(RELEASE) ## build the source archive and the wheels of the commit in 
 
 release-check: release $(ENGINE) $(KVSHM) ## what an index and its users expect of it, on each Python that is here
 	$(PYTHON) -m pytest -rs --durations=5 release
-	KVSHM_RELEASED_WHEEL=$(abspath $(wildcard dist/release/*x86_64.whl)) PYTHONS="$(PYTHONS)" \
+	KVSHM_RELEASED_WHEEL="$$(echo $(CURDIR)/dist/release/*x86_64.whl)" PYTHONS="$(PYTHONS)" \
 		$(PYTHON) -m pytest -rs tests/packaging -k "needs_neither or runs_the or unit or core or contents or beside"
 
 $(RELEASE):

@@ -18,14 +18,13 @@ from pathlib import Path
 import pytest
 
 from kvshm.version import __version__
+from tests.core.test_sanitizers import CORE, DRIVER, PARTS
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "dist" / "release"
 BUILDER = ROOT / ".venv-release" / "bin" / "python"
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = (2, 28)
-PARTS = ("core.c", "duplicates.c", "exporter.c", "importer.c", "lookup.c", "replica.c")
-DRIVER = ("core_driver.c", "core_fuzz.c", "core_scribble.c")
 TAG = os.environ.get("TAG", "")
 """Of a version; empty: this is a trial."""
 
@@ -61,7 +60,7 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_commit_gives_the_same_bytes_elsewhere(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "a longer path".replace(" ", "-")
+    elsewhere = tmp_path / "a-longer-path"
     elsewhere.mkdir()
     run(BUILDER, "release/build.py", tmp_path / "again", TMPDIR=str(elsewhere))
     assert sums(RELEASE) == sums(tmp_path / "again")
@@ -109,11 +108,9 @@ def test_the_tag_is_the_version_and_the_changelog_has_it(wheel: zipfile.ZipFile)
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("aarch64") / "driver"
-    sources = [ROOT / "tests" / "core" / each for each in DRIVER]
-    sources += [ROOT / "kvshm" / "native" / each for each in PARTS]
+    sources = [*DRIVER, *(CORE / each for each in PARTS)]
     how = ("-target", "aarch64-linux-musl", "-static", "-std=c11", "-O2", "-pthread")
-    headers = f"-I{ROOT / 'kvshm' / 'native'}"
-    run(BUILDER, "-m", "ziglang", "cc", *how, headers, *sources, "-o", made)
+    run(BUILDER, "-m", "ziglang", "cc", *how, f"-I{CORE}", *sources, "-o", made)
     return made
 
 

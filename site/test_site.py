@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -37,7 +38,8 @@ def address() -> Iterator[str]:
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
         )
         yield started
         started.close()

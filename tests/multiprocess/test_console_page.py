@@ -100,13 +100,6 @@ def place() -> Iterator[Node]:
         yield node
 
 
-@pytest.fixture
-def toys(place: Node) -> Iterator[Toys]:
-    made = Toys(place, "served")
-    yield made
-    made.close()
-
-
 def test_it_shows_who_copies_from_whom_and_asks_nobody_else(
     place: Node, toys: Toys, opens: Opens
 ) -> None:
@@ -274,7 +267,7 @@ def test_a_page_that_is_not_seen_asks_for_nothing(place: Node, opens: Opens) -> 
 
 
 def console_pages(console: Console) -> int:
-    """How many connections the console has, but keep-alive ones end in seconds."""
+    """How many connections the console has: each has one answer, and only a page's goes on."""
     inodes = {os.readlink(f"/proc/{console.process.pid}/fd/{fd}") for fd in fds(console)}
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     established = {f"socket:[{line.split()[9]}]" for line in lines if line.split()[3] == "01"}

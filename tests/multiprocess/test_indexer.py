@@ -72,13 +72,6 @@ def place() -> Iterator[Node]:
         yield node
 
 
-@pytest.fixture
-def toys(place: Node) -> Iterator[Toys]:
-    made = Toys(place, "indexed")
-    yield made
-    made.close()
-
-
 def held(place: Node, keys: Sequence[bytes], engine: str) -> int:
     """How many of these blocks, from the first on, ``Reader.holders`` finds at an engine."""
     with Reader(Config(run_dir=str(place.run_dir), namespace=place.namespace)) as reader:

@@ -37,13 +37,6 @@ def place() -> Iterator[Node]:
         yield node
 
 
-@pytest.fixture
-def toys(place: Node) -> Iterator[Toys]:
-    made = Toys(place, "served")
-    yield made
-    made.close()
-
-
 def cli(node: Node, *words: str) -> str:
     where = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
     command = [sys.executable, "-P", "-m", "kvshm.tools.cli", *words, *where]
@@ -251,7 +244,7 @@ def answers(console: Console) -> bool:
         return False
 
 
-def test_it_looks_at_the_node_each_second_only_while_a_page_is_open(place: Node) -> None:
+def test_it_looks_at_the_node_again_and_again_only_while_a_page_is_open(place: Node) -> None:
     """Counted by what it reads of the system: each look reads the run directory's tables."""
     console = Console(place)
     page = console.events()
@@ -270,6 +263,7 @@ def reads(process: Managed) -> int:
 
 
 def looks(process: Managed, seconds: float) -> bool:
+    """Whether it reads anything within this time, which has to pass for that."""
     before = reads(process)
     time.sleep(seconds)
     return reads(process) > before

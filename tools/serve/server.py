@@ -20,7 +20,7 @@ END_SECONDS = 2
 """As long as answers under way may take at the end."""
 
 
-class _Protocol(H11Protocol):  # type: ignore[misc]  # see overrides of mypy
+class _Protocol(H11Protocol):  # type: ignore[misc]  # mypy does not see uvicorn
     """Closes connections of too many clients, and of those that send no head or body, or do not
     read, in time.  Each connection has one answer (``guard.HEADERS``)."""
 
@@ -44,7 +44,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc]  # see overrides of mypy
             self._look_again()
 
 
-class _Server(uvicorn.Server):  # type: ignore[misc]  # as above
+class _Server(uvicorn.Server):  # type: ignore[misc]  # nor here
     """Serves until a socket can be read, and lets pages end before it waits for them."""
 
     capture_signals = nullcontext
