@@ -26,7 +26,7 @@ from kvshm.tools.serve.guard import HEADERS
 from . import toys as toy_engines
 from .consoles import SERVE, Console
 from .joined import TOKENS, Toys, served
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 
@@ -100,6 +100,19 @@ def test_what_makes_no_sense_is_said_to_make_none(
     assert why in answer.body.decode()
     assert console.ask("/healthz").status == 200
     assert not console.process.err.matching(lambda line: "failed" in line or "Traceback" in line)
+
+
+def test_one_body_is_read_at_a_time_and_a_look_at_the_head_opens_no_page(place: Node) -> None:
+    console = Console(place)
+    with socket.create_connection(("127.0.0.1", console.port)) as slow:
+        slow.sendall(b"POST /prefix HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        wait_until(lambda: console.ask("/prefix", b"{").status == 503, "the slow one is read")
+        assert console.ask("/status").status == 200
+    wait_until(lambda: console.ask("/prefix", b"{").status == 400, "the slow one has gone")
+    with socket.create_connection(("127.0.0.1", console.port), PATIENCE_SECONDS) as head:
+        head.sendall(b"HEAD /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b"".join(iter(lambda: head.recv(4096), b""))  # to its end
+    assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_everything_a_page_needs_comes_from_here_and_every_answer_is_guarded(place: Node) -> None:
