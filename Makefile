@@ -45,8 +45,8 @@ examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline
 # came of it, those that need the machine, as engines do, run one after the other.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 run_tests = failed=0; \
-	$(PYTHON) -m pytest -rs -m "not beyond and not routers and $(1) and not alone" -n $(WORKERS) tests || failed=$$?; \
-	$(PYTHON) -m pytest -rs -m "not beyond and not routers and $(1) and alone" tests || failed=$$?; exit $$failed
+	$(PYTHON) -m pytest -rfEs -m "not beyond and not routers and $(1) and not alone" -n $(WORKERS) tests || failed=$$?; \
+	$(PYTHON) -m pytest -rfEs -m "not beyond and not routers and $(1) and alone" tests || failed=$$?; exit $$failed
 
 test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
 	$(call run_tests,not long$(if $(FAST), and not vllm))
@@ -55,7 +55,7 @@ test-all: $(ENGINE) $(KVSHM) ## all tests but the nightly ones; FAST=1 as above
 	$(call run_tests,not nightly$(if $(FAST), and not vllm))
 
 test-nightly: $(ENGINE) $(KVSHM) $(LMCACHE) ## what is rarely red, and shown by cheaper tests as well
-	$(PYTHON) -m pytest -rs -m nightly tests
+	$(PYTHON) -m pytest -rfEs -m nightly tests
 
 coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
 	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \

@@ -5,7 +5,7 @@ MOONCAKE := $(call stamp,mooncake,requirements/mooncake.txt)
 
 .PHONY: test-beyond
 test-beyond: $(ENGINE) $(KVSHM) $(LMCACHE) $(MOONCAKE) ## two nodes and a Mooncake Store; needs root
-	$(PYTHON) -m pytest -rs -m beyond tests/beyond
+	$(PYTHON) -m pytest -rfEs -m beyond tests/beyond
 
 # In a folder of its own, on the path of what needs it only.
 $(MOONCAKE): | $(ENGINE)

@@ -7,7 +7,7 @@ PYTHONS ?= $(shell for version in 3.12 3.13 3.14; do \
 		$$python -c 'import sys, venv; print(sys.executable)' 2>/dev/null && break; done; done; true)
 
 .PHONY: test-pythons
-test-pythons: $(TOOLS) $(KVSHM) ## tests/unit and tests/core from the wheel; PYTHONS="python3.12 python3.14" chooses, BRIEF=1: the newest
+test-pythons: $(TOOLS) $(KVSHM) ## tests/unit and tests/core from the wheel; PYTHONS="python3.12 python3.14" chooses
 	@[ -n "$(PYTHONS)" ] || { echo "no Python from 3.12 on is here: make PYTHONS=..." >&2; exit 1; }
-	PYTHONS="$(if $(BRIEF),$(lastword $(PYTHONS)),$(PYTHONS))" $(PYTHON) -m pytest -rs tests/packaging/test_alone.py \
+	PYTHONS="$(PYTHONS)" $(PYTHON) -m pytest -rfEs tests/packaging/test_alone.py \
 		-k "needs_neither or runs_the or unit or core"

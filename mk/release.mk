@@ -4,14 +4,22 @@
 RELEASE_PYTHON := .venv-release/bin/python
 RELEASE := .venv-release/.release-$(shell cat requirements/release.txt | sha256sum | cut -c1-16)
 
-.PHONY: release release-check
-release: $(RELEASE) ## build the source archive and the wheels of the commit in dist/release
-	$(RELEASE_PYTHON) release/build.py dist/release
+AUDITED := dev gpu-vllm lmcache mooncake release routers site torch upstream vllm-0.33 vllm-cpu
 
-release-check: release $(ENGINE) $(KVSHM) ## what an index and its users expect of it, on each Python that is here
-	$(PYTHON) -m pytest -rs --durations=5 release
-	KVSHM_RELEASED_WHEEL="$$(echo $(CURDIR)/dist/release/*x86_64.whl)" PYTHONS="$(PYTHONS)" \
-		$(PYTHON) -m pytest -rs tests/packaging -k "needs_neither or runs_the or unit or core or contents or beside"
+.PHONY: release release-check audit
+release: $(RELEASE) ## build the source archive and the wheels of the commit in dist/release
+	$(RELEASE_PYTHON) release/make_release.py dist/release
+
+release-check: release $(ENGINE) $(KVSHM) ## what an index and its users expect of it, on each Python that is here; BRIEF=1: the newest
+	$(PYTHON) -m pytest -rfEs --durations=5 release
+	KVSHM_RELEASED_WHEEL="$$(echo $(CURDIR)/dist/release/*x86_64.whl)" \
+		PYTHONS="$(if $(BRIEF),$(lastword $(PYTHONS)),$(PYTHONS))" \
+		$(PYTHON) -m pytest -rfEs --durations=5 tests/packaging \
+		-k "needs_neither or runs_the or unit or core or contents$(if $(BRIEF),, or beside)"
+
+audit: $(RELEASE) ## known vulnerabilities in the pinned requirements; asks PyPI's database, and fails without an answer
+	failed=0; for each in $(AUDITED); do $(RELEASE_PYTHON) -m pip_audit --strict --disable-pip --no-deps \
+		-r requirements/$$each.txt || failed=1; done; exit $$failed
 
 $(RELEASE):
 	$(PYTHON3) -m venv .venv-release

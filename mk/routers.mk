@@ -4,7 +4,7 @@ ROUTERS := $(call stamp,routers,requirements/routers.txt)
 
 .PHONY: test-routers
 test-routers: $(ENGINE) $(KVSHM) $(ROUTERS) ## NVIDIA Dynamo's indexer listens to kvshm events
-	$(PYTHON) -m pytest -rs -m routers tests/routers
+	$(PYTHON) -m pytest -rfEs -m routers tests/routers
 
 # In a folder of its own, on the path of what needs it only.
 $(ROUTERS): | $(ENGINE)

@@ -9,7 +9,7 @@ site: $(SITE) ## build the documentation's site in dist/site; a dead link is an 
 	$(PYTHON3) site/versions.py dist/site
 
 site-check: site $(ENGINE) $(KVSHM) ## the same, then look at it in a browser
-	$(PYTHON) -m pytest -rs site
+	$(PYTHON) -m pytest -rfEs site
 
 $(SITE):
 	$(PYTHON3) -m venv .venv-site

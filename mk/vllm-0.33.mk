@@ -40,8 +40,8 @@ endef
 
 .PHONY: test-vllm test-vllm-0.33
 test-vllm: $(ENGINE) $(KVSHM) $(LMCACHE) ## tests/vllm; BRIEF=1: without long tests and engines, but for one pair of each kind
-	$(if $(BRIEF),$(PYTHON) -m pytest -rs -m "not vllm and not long" -n $(WORKERS) tests/vllm)
-	$(PYTHON) -m pytest -rs $(if $(BRIEF),$(PAIRS),tests/vllm)
+	$(if $(BRIEF),$(PYTHON) -m pytest -rfEs -m "not vllm and not long" -n $(WORKERS) tests/vllm)
+	$(PYTHON) -m pytest -rfEs $(if $(BRIEF),$(PAIRS),tests/vllm)
 
 # With tests/vllm/test_two_minors.py, which starts an engine of this version beside one of the other.
 test-vllm: export OTHER_VLLM ?= $(abspath $(if $(LATER),.venv,.venv-$(lastword $(VLLMS))))

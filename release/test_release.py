@@ -16,6 +16,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from make_release import with_whole_links
 
 from kvshm.version import __version__
 from tests.core.test_sanitizers import CORE, DRIVER, PARTS
@@ -27,6 +28,7 @@ ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = (2, 28)
 TAG = os.environ.get("TAG", "")
 """Of a version; empty: this is a trial."""
+RELATIVE = r"\]\((?!https?://|#)"
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environ: str) -> str:
@@ -62,7 +64,7 @@ def sums(folder: Path) -> dict[str, str]:
 def test_the_same_commit_gives_the_same_bytes_elsewhere(tmp_path: Path) -> None:
     elsewhere = tmp_path / "a-longer-path"
     elsewhere.mkdir()
-    run(BUILDER, "release/build.py", tmp_path / "again", TMPDIR=str(elsewhere))
+    run(BUILDER, "release/make_release.py", tmp_path / "again", TMPDIR=str(elsewhere))
     assert sums(RELEASE) == sums(tmp_path / "again")
     assert len(sums(RELEASE)) == 1 + len(ARCHITECTURES)
 
@@ -103,6 +105,26 @@ def test_the_tag_is_the_version_and_the_changelog_has_it(wheel: zipfile.ZipFile)
         assert f"v{__version__}" == TAG
         assert ".dev" not in __version__
         assert told.get_all("Project-URL")
+        assert re.findall(RELATIVE, str(told.get_payload())) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "whole"),
+    [
+        ("[results\nthere](docs/gpu.md#x)", "[results\nthere](HOME/blob/v1/docs/gpu.md#x)"),
+        ("![An import](docs/a.svg)", "![An import](HOME/raw/v1/docs/a.svg)"),
+        ("[vLLM](https://vllm.ai)", "[vLLM](https://vllm.ai)"),
+        ("[above](#why)", "[above](#why)"),
+    ],
+)
+def test_on_an_index_links_lead_into_the_repository(link: str, whole: str) -> None:
+    assert with_whole_links(link, "HOME", "v1") == whole
+
+
+def test_every_link_of_the_readme_is_completed() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert re.findall(RELATIVE, text)
+    assert re.findall(RELATIVE, with_whole_links(text, "https://a.example", "v1")) == []
 
 
 @pytest.fixture(scope="module")

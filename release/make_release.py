@@ -1,6 +1,6 @@
 """Builds what is released: a source archive, and a wheel for each architecture.
 
-    .venv-release/bin/python release/build.py dist/release
+    .venv-release/bin/python release/make_release.py dist/release
 
 All of it comes from the commit that is checked out, and is the same to the last byte wherever and
 whenever it is built (https://reproducible-builds.org): times are those of the commit, the compiler
@@ -14,11 +14,13 @@ import argparse
 import gzip
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +48,27 @@ def check_out(into: Path) -> str:
     with tarfile.open(archive) as files:
         files.extractall(into, filter="data")
     return run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
+
+
+def complete_links(tree: Path) -> None:
+    """Have the links of README lead into the repository: an index has no files beside it."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    home = project.get("urls", {}).get("Repository")
+    if home is None:
+        return
+    (version,) = re.findall(
+        r'^__version__ = "(.+)"$', (tree / "kvshm/version.py").read_text(), re.M
+    )
+    readme = tree / project["readme"]
+    readme.write_text(with_whole_links(readme.read_text(), home, f"v{version}"))
+
+
+def with_whole_links(text: str, home: str, tag: str) -> str:
+    def whole(found: re.Match[str]) -> str:
+        kind = "raw" if found[1] else "blob"
+        return f"{found[1]}{found[2]}({home}/{kind}/{tag}/{found[3]})"
+
+    return re.sub(r"(!?)(\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", whole, text)
 
 
 def build_source(tree: Path, out: Path, seconds: str) -> Path:
@@ -137,6 +160,7 @@ def main() -> None:
         tree = Path(room) / "tree"
         tree.mkdir()
         seconds = check_out(tree)
+        complete_links(tree)
         built = Path(room) / "out"
         built.mkdir()
         source = build_source(tree, built, seconds)
