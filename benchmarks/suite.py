@@ -212,6 +212,10 @@ BENCHES = (
         "benchmarks/bench_admission.py --rounds 20",
     ),
     Bench(
+        "start", "full", 30, "how big is kvshm, and what does it add to the start of a process?",
+        "benchmarks/bench_start.py",
+    ),
+    Bench(
         "eviction", "full", 10, "which blocks should engines that share drop?",
         "benchmarks/simulate_eviction.py",
     ),

@@ -303,6 +303,21 @@ def admission(lines: Lines) -> View:
     return spreads(of, "ms", "Does kvshm know this vLLM?")
 
 
+STARTS = {
+    "python": "Python alone",
+    "imported": "`import kvshm`",
+    "unused": "the plugin in a process of vLLM, not turned on",
+    "version": "`kvshm --version`",
+    "coordinator": "`kvshm-coordinator --version`",
+}
+
+
+def start(lines: Lines) -> View:
+    found = lines[-1]["milliseconds"]
+    of = {called: found[arm] for arm, called in STARTS.items()}
+    return spreads(of, "ms", "A process's whole life", [*of][1:])
+
+
 def transformers(lines: Lines) -> View:
     head = ("p50 (p99)", "plain, ms", "with kvshm, ms", "ratio")
     rows, dots = [], []
@@ -380,6 +395,7 @@ VIEWS: dict[str, Callable[[Lines], View]] = {
     "idle": idle,
     "weights": weights,
     "admission": admission,
+    "start": start,
     "transformers": transformers,
     "eviction": eviction,
     "faults": faults,
