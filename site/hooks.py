@@ -23,6 +23,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security-policy.md",
+    "SUPPORT.md": "support.md",
     "benchmarks/README.md": "benchmarks.md",
     "docs/README.md": "pages.md",
     "examples/disaggregated_prefill/README.md": "disaggregated-prefill.md",
