@@ -4,7 +4,7 @@
 DEPLOY_PYTHON := .venv-deploy/bin/python
 DEPLOY := .venv-deploy/.deploy-$(shell cat requirements/deploy.txt deploy/kubectl.py | sha256sum | cut -c1-16)
 
-.PHONY: deploy-check
+.PHONY: deploy-check image-check
 deploy-check: $(DEPLOY) $(ENGINE) $(KVSHM) ## render deploy/kubernetes with kubectl, and hold it against Kubernetes' schemas
 	$(PYTHON) -m pytest -rs deploy/test_kubernetes.py
 
@@ -14,3 +14,5 @@ $(DEPLOY):
 	$(DEPLOY_PYTHON) deploy/kubectl.py .venv-deploy/bin/kubectl
 	@rm -f .venv-deploy/.deploy-* && touch $@
 
+image-check: $(ENGINE) $(KVSHM) ## build deploy/Dockerfile without a daemon, and run what it makes; root, buildah and mmdebstrap
+	$(PYTHON) -m pytest -rs --durations=5 deploy/test_image.py
