@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvshm._shm.layout import NUM_LEASE_BITS, index_bytes, table_bytes
+from kvshm.coordinator.bounds import MAX_MEMORY
 from kvshm.tools import cli
 from tests.multiprocess.sandbox import fresh_tmpfs
 from tests.pod_security import departures
@@ -182,6 +188,77 @@ def test_each_pod_makes_the_run_directory_with_what_it_may(pods: dict[str, Objec
     script = ["sh", "-c", " && ".join(lines), "sh", *maker["command"]]
     done = subprocess.run([*within, *script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("700:1000:1000\n", "")
+
+
+# -- requests and limits
+
+
+@pytest.fixture(scope="module")
+def measured() -> Object:
+    """Of few engines with few blocks, so that it takes seconds."""
+    options = ("--engines", "2", "--blocks", "1000", "--publish", "1000", "--pause", "1")
+    done = subprocess.run(
+        [sys.executable, ROOT / "deploy" / "measure_memory.py", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: Object = json.loads(done.stdout)
+    return found
+
+
+def mib(quantity: str) -> int:
+    number, unit = int(quantity[:-2]), quantity[-2:]
+    return number * {"Mi": 1, "Gi": 1024}[unit]
+
+
+def said_of(path: Path, pattern: str) -> list[int]:
+    """The numbers in a comment that may go over several lines."""
+    text = re.sub(r"\s*\n\s*# ", " ", path.read_text("utf-8"))
+    (found,) = re.findall(pattern, text)
+    return [int(number.replace(",", "")) for number in found]
+
+
+def test_a_coordinator_has_what_it_takes(pods: dict[str, Object], measured: Object) -> None:
+    (container,) = pods["DaemonSet"]["containers"]
+    given = container["resources"]
+    path = NODE / "coordinator.yaml"
+    _, own = said_of(path, r"With (\d+) engines (\d+) MiB of its own")
+    engines, blocks, tables = said_of(
+        path, r"(\d+) engines of ([\d,]+) blocks have (\d+) MiB of them"
+    )
+    now = measured["coordinator"]
+    assert now["Anon"] + now["File"] <= own <= mib(given["requests"]["memory"])
+    assert engines == NUM_LEASE_BITS
+    assert tables == engines * table_bytes(blocks, num_ranks=1) >> 20
+    assert (MAX_MEMORY >> 20) + tables <= mib(given["limits"]["memory"])
+    assert measured["coordinator_after_a_death"]["Anon"] <= own
+    assert "cpu" not in given["limits"], "a slow coordinator makes engines miss events"
+
+
+def test_an_engine_has_what_kvshm_takes(pods: dict[str, Object], measured: Object) -> None:
+    (container,) = pods["Deployment"]["containers"]
+    given = container["resources"]
+    engines, blocks, own, table, index = said_of(
+        NODE / "engines.yaml",
+        r"(\d+) engines of ([\d,]+) blocks: (\d+) MiB of its own,.* (\d+) for the slot table and "
+        r"(\d+) for an index",
+    )
+    assert measured["added_to_an_engine"]["Anon"] <= own
+    assert table == round(table_bytes(blocks, num_ranks=1) / 2**20)
+    capacity = 1 << math.ceil(math.log2((engines - 1) * blocks / 0.75))
+    assert index == round(index_bytes(capacity) / 2**20)
+    assert own + table + index <= mib(given["requests"]["memory"])
+    assert "limits" not in given
+
+
+def test_one_pod_asks_for_as_much_as_several(pods: dict[str, Object]) -> None:
+    coordinator, *engines = yaml.safe_load(POD.read_text("utf-8"))["spec"]["containers"]
+    assert coordinator["resources"] == pods["DaemonSet"]["containers"][0]["resources"]
+    for engine in engines:
+        assert engine["resources"] == pods["Deployment"]["containers"][0]["resources"]
 
 
 # -- while it runs
