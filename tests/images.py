@@ -70,6 +70,9 @@ class Store:
         # Python's own images, and vLLM's, have no such file, and call Python so.
         script = "rm -f /usr/lib/python3*/EXTERNALLY-MANAGED; ln -s python3 /usr/bin/python"
         self.buildah("run", "--isolation", "chroot", container, "--", "sh", "-c", script)
+        # As vLLM's image has it, and labels of what it stands on itself.
+        self.buildah("config", "--entrypoint", '["vllm", "serve"]', container)
+        self.buildah("config", "--label", "org.opencontainers.image.version=22.04", container)
         first, *others = bases()
         self.buildah("commit", "--quiet", container, first)
         self.buildah("rm", container)
