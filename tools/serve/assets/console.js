@@ -258,8 +258,8 @@ function offerModels() {
   });
 }
 
-// 64-bit numbers, as in KV events, are written in hexadecimal: JavaScript's numbers would round them.
-const hashOf = (word) => (/^\d{17,20}$/.test(word) ? BigInt(word).toString(16).padStart(16, "0") : word);
+// Numbers as in KV events, of up to 20 digits, are sent in hexadecimal: JavaScript would round them.
+const hashOf = (word) => (/^\d{1,20}$/.test(word) ? BigInt(word).toString(16).padStart(16, "0") : word);
 
 async function fetched(path, options) {
   const reply = await fetch(path, options);
@@ -270,9 +270,10 @@ async function fetched(path, options) {
 async function ask(submitted) {
   submitted.preventDefault();
   const [model, block_size] = JSON.parse($("prefix-model").value);
-  const seq_hashes = $("prefix-hashes").value.split(/[\s,;"'[\]]+/).filter(Boolean).map(hashOf);
-  const answer = $("prefix-answer");
+  const answer = $("prefix-answer"), words = $("prefix-hashes").value.split(/[\s,;"'[\]]+/).filter(Boolean);
   try {
+    const short = words.filter((word) => /^[\da-f]{16}$/i.test(word)), seq_hashes = words.map(hashOf);
+    if (short.length && (short.length === words.length || /[a-f]/i.test(short))) throw new Error(`${short[0]}: 16 digits may be the beginning of a hash; kvshm dump --json prints whole ones. Before a number of 16 digits, write 0`);
     const reply = await fetched("/prefix", { method: "POST", body: JSON.stringify({ model, block_size, seq_hashes }) });
     const found = Object.entries(reply.default).sort(([, a], [, b]) => b.longest_matched - a.longest_matched);
     const lines = found.map(([engine, held]) => `${engine}: ${held.GPU} tokens in its own cache${held.CPU ? `, ${held.CPU} with keepers` : ""}`);
