@@ -130,6 +130,10 @@ BENCHES = (
         "benchmarks/bench_traces.py --engines 1 2 4 16",
     ),
     Bench(
+        "console", "quick", 170, "what does a browser that watches the node cost it?",
+        "benchmarks/bench_console.py",
+    ),
+    Bench(
         "import", "quick", 180, "when does the first token of an imported prefix come?",
         "benchmarks/bench_import.py --rounds 10 --lengths 128,256,1024",
     ),
