@@ -130,10 +130,6 @@ BENCHES = (
         "benchmarks/bench_traces.py --engines 1 2 4 16",
     ),
     Bench(
-        "console", "quick", 170, "what does a browser that watches the node cost it?",
-        "benchmarks/bench_console.py",
-    ),
-    Bench(
         "import", "quick", 180, "when does the first token of an imported prefix come?",
         "benchmarks/bench_import.py --rounds 10 --lengths 128,256,1024",
     ),
@@ -206,6 +202,10 @@ BENCHES = (
     Bench(
         "faults", "full", 1500, "how long until others do without an engine that died?",
         "benchmarks/bench_faults.py",
+    ),
+    Bench(
+        "console", "full", 170, "what does a browser that watches the node cost it?",
+        "benchmarks/bench_console.py",
     ),
     Bench(
         "idle", "full", 90, "how soon do others see an engine's last blocks?",
