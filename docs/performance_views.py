@@ -233,10 +233,9 @@ def console(lines: Lines) -> View:
         ]
         memory = of[arm].get("rss_mb")
         rows.append((called, *cells, number(memory["max"]) if memory else ""))
-    more = of["8 pages"]["engine"]["p50"] - of["none"]["engine"]["p50"]
     taken = {called: of[arm]["console"] for arm, called in WATCHED.items() if "console" in of[arm]}
     dots = [Row(called, {"p50": one["p50"], "most": one["max"]}) for called, one in taken.items()]
-    return View(head, rows, {"": Dots("kvshm serve", "% of a core", dots)}, {"more": more})
+    return View(head, rows, {"": Dots("kvshm serve", "% of a core", dots)})
 
 
 COPIES = {"memcpy": "memcpy", "kvshm": "kvshm", "index": "index", "index_copy": "index_copy"}
