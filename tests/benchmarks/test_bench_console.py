@@ -11,6 +11,7 @@ import bench_console
 import pytest
 
 from ..multiprocess import toys
+from ..multiprocess.consoles import Console
 from ..multiprocess.processes import Managed, fresh_node
 
 
@@ -49,7 +50,7 @@ def test_each_turn_counts_what_runs_and_has_its_pages(monkeypatch: pytest.Monkey
         seen.append(sum(held.process.status is None for held in consoles))
         return work(engines, seconds)
 
-    class Noted(bench_console.Console):
+    class Noted(Console):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)  # type: ignore[arg-type]  # as the bench gives them
             consoles.append(self)

@@ -40,7 +40,7 @@ MANY = 28
 LEFT_OPEN_MINUTES = 30
 MOST_GROWN = {"JSHeapUsedSize": 500_000, "Nodes": 40, "JSEventListeners": 0, "rss": 4_000_000}
 """From the fifth minute on.  By then 750 more frames of 80 kB have come, or 60 MB: a page that kept
-one in a hundred would grow by more, or a console that kept one in ten.  Less is what allocators
+one in fifty would grow by more, or a console that kept one in ten.  Less is what allocators
 keep: of Python's objects the console has no more then, and the page's heap stays as it is after
 5,000 frames that are played."""
 
