@@ -204,6 +204,10 @@ BENCHES = (
         "benchmarks/bench_faults.py",
     ),
     Bench(
+        "console", "full", 170, "what does a browser that watches the node cost it?",
+        "benchmarks/bench_console.py",
+    ),
+    Bench(
         "idle", "full", 90, "how soon do others see an engine's last blocks?",
         "benchmarks/bench_idle.py --rounds 30",
     ),

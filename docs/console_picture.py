@@ -1,4 +1,5 @@
-"""Makes docs/pictures/console.png: the console beside two engines that share, in a real browser.
+"""Makes the pictures of docs/console.md: the console beside two engines that share, in a real
+browser: all of it, in a dark window, and on a telephone.
 
     PYTHONPATH=examples .venv/bin/python docs/console_picture.py
 
@@ -7,6 +8,7 @@ Takes three minutes; needs chromium, two cores and 6 GB.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,12 +16,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from local_node import Engine, EngineSpec, Node
 from playwright import sync_api
 from tiny_model import write_model
 
-PICTURE = Path(__file__).with_name("pictures") / "console.png"
+PICTURES = Path(__file__).resolve().with_name("pictures")
+WAYS: dict[str, dict[str, Any]] = {
+    "console": {"viewport": {"width": 1280, "height": 800}},
+    "console-dark": {"viewport": {"width": 1280, "height": 760}, "color_scheme": "dark"},
+    "console-narrow": {"viewport": {"width": 390, "height": 844}},
+}
+"""The first is of the whole page, the others of what a window shows."""
 SECONDS = 100
 PROMPT_TOKENS = 1500
 
@@ -47,20 +56,23 @@ def main() -> None:
     browser = shutil.which("chromium")
     with Node() as node, sync_api.sync_playwright() as playwright:
         node.start_coordinator()
-        model = write_model(node.run_dir / "model")
+        os.chdir(node.run_dir)  # the page shows how a model is named: by a path, from here
+        model = write_model(Path("tiny-llama"))
         one, other = node.start_engines(EngineSpec("a", model, 0), EngineSpec("b", model, 1))
         with console(node) as url:
             started = playwright.chromium.launch(
                 executable_path=browser, args=["--no-sandbox", "--disable-dev-shm-usage"]
             )
-            page = started.new_page(viewport={"width": 1280, "height": 800})
-            page.goto(url)
+            pages = {name: started.new_page(**way) for name, way in WAYS.items()}
+            for page in pages.values():
+                page.goto(url)
             end, number = time.monotonic() + SECONDS, 0
             while time.monotonic() < end:
                 one, other = other, one
                 send(one, other, number)
                 number += 1
-            page.screenshot(path=PICTURE, full_page=True)
+            for name, page in pages.items():
+                page.screenshot(path=PICTURES / f"{name}.png", full_page=name == "console")
             started.close()
 
 

@@ -213,6 +213,31 @@ def growth(lines: Lines) -> View:
     return View(view.head, view.rows, {"": plot}, values)
 
 
+WATCHED = {
+    "none": "no console",
+    "no page": "a console, no page",
+    "a page": "one page",
+    "8 pages": "eight pages",
+}
+
+
+def console(lines: Lines) -> View:
+    """Shares of a core by arm, and the console's memory."""
+    of = lines[-1]["percent"]
+    head = ("of a core, p50 (most)", "kvshm serve", "an engine", "the coordinator", "memory, MB")
+    rows = []
+    for arm, called in WATCHED.items():
+        cells = [
+            f"{number(one['p50'])} % ({number(one['max'])})" if (one := of[arm].get(part)) else ""
+            for part in ("console", "engine", "coordinator")
+        ]
+        memory = of[arm].get("rss_mb")
+        rows.append((called, *cells, number(memory["max"]) if memory else ""))
+    taken = {called: of[arm]["console"] for arm, called in WATCHED.items() if "console" in of[arm]}
+    dots = [Row(called, {"p50": one["p50"], "most": one["max"]}) for called, one in taken.items()]
+    return View(head, rows, {"": Dots("kvshm serve", "% of a core", dots)})
+
+
 COPIES = {"memcpy": "memcpy", "kvshm": "kvshm", "index": "index", "index_copy": "index_copy"}
 LEAST_FRAGMENT = 64 << 10
 """From which on the target counts."""
@@ -388,6 +413,7 @@ VIEWS: dict[str, Callable[[Lines], View]] = {
     "client": client,
     "client-crowd": client_crowd,
     "growth": growth,
+    "console": console,
     "copy": copy,
     "copy-peers": copy,
     "traces": traces,

@@ -11,12 +11,12 @@ import argparse
 from collections.abc import Callable
 from typing import Protocol
 
+from kvshm._base.interrupts import EXIT_INTERRUPTED
 from kvshm.errors import ConfigError, KvshmError, RunDirectoryError
 
 from .options import NoSuchEngine
 from .output import (
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
     EXIT_NO_ENGINE,
     EXIT_USAGE,
     note,

@@ -22,5 +22,5 @@ def run(asked: argparse.Namespace) -> int:
 
 def start(options: Sequence[str]) -> NoReturn:
     """Replace this process by the coordinator, so that it gets all signals itself."""
-    command = [sys.executable, "-m", "kvshm.coordinator", *options]
+    command = [sys.executable, "-m", "kvshm.coordinator.program", *options]
     os.execv(sys.executable, command)

@@ -31,7 +31,10 @@ class Place(NamedTuple):
     @property
     def is_of_this_machine(self) -> bool:
         """Whether no other machine can reach it."""
-        return self.is_path or ipaddress.ip_address(self.address[0]).is_loopback
+        if self.is_path:
+            return True
+        address = ipaddress.ip_address(self.address[0])
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
     @property
     def url(self) -> str:

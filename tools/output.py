@@ -15,7 +15,6 @@ from typing import Any, TextIO, cast
 EXIT_FAILED, EXIT_USAGE = 1, 2
 EXIT_NO_ENGINE = 4
 """Of every command with --engine, but probes: no engine has that name."""
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 EXIT_TERMINATED = 128 + signal.SIGTERM
 

@@ -203,6 +203,24 @@ GROWTH = [
 ]
 
 
+WATCHED = {
+    "none": {"engine": spread(0.5), "coordinator": spread(1.5)},
+    "no page": {"engine": spread(0.5), "coordinator": spread(1.5), "console": spread(0.15)},
+    "a page": {"engine": spread(0.5), "coordinator": spread(1.5), "console": spread(0.75)},
+    "8 pages": {"engine": spread(0.75), "coordinator": spread(1.5), "console": spread(1.25)},
+}
+CONSOLE = [
+    {
+        "engines": 8,
+        "rounds": 2,
+        "percent": {
+            a: o if a == "none" else {**o, "rss_mb": spread(30)} for a, o in WATCHED.items()
+        },
+        **ORIGIN,
+    }
+]
+
+
 def copied(row: str, fragment: int, threads: int, share: float) -> dict[str, Any]:
     return {
         "row": row, "fragment": fragment, "threads": threads,
@@ -283,6 +301,19 @@ WEIGHTS = [
         ("client-crowd", CLIENT, "| ≥ 1,000,000 records/s | 1,250,000 records/s | met |"),
         ("growth", GROWTH, "| ≤ 5 ms | 4.50 ms | met |"),
         ("growth", GROWTH, "itself takes up to 900 ms"),
+        ("console", CONSOLE, "| no console |  | 0.500 % (2.00) | 1.50 % (6.00) |  |"),
+        (
+            "console",
+            CONSOLE,
+            "| eight pages | 1.25 % (5.00) | 0.750 % (3.00) | 1.50 % (6.00) | 120",
+        ),
+        ("console", CONSOLE, "with one page (p50) | ≤ 1 % of a core | 0.750 % of a core | met |"),
+        (
+            "console",
+            CONSOLE,
+            "without a page (p50) | ≤ 0.1 % of a core | 0.150 % of a core | **missed",
+        ),
+        ("console", CONSOLE, "an engine took 0.500 % of a core without a console, 0.750 % with"),
         ("copy", COPY, "| 64 KiB, 2 threads | 8.00 | 7.00 (88 %) | 1.25 |"),
         ("copy", COPY, "| ≥ 0.9 of it | 0.750 of it | **missed**"),
         ("copy-peers", COPY_PEERS, "| Mooncake's client, 64 KiB: 3.00 |"),

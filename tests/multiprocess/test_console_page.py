@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvshm import LoadState
+from kvshm.tools.serve.feed import INTERVAL_SECONDS
 
 from . import toys as toy_engines
 from .consoles import Console
@@ -34,6 +37,12 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 CONTRASTS = Path(__file__).with_name("contrasts.js").read_text()
 PATIENCE_MS = 1000 * PATIENCE_SECONDS
 MANY = 28
+LEFT_OPEN_MINUTES = 30
+MOST_GROWN = {"JSHeapUsedSize": 500_000, "Nodes": 40, "JSEventListeners": 0, "rss": 4_000_000}
+"""From the fifth minute on.  By then 750 more frames of 80 kB have come, or 60 MB: a page that kept
+one in fifty would grow by more, or a console that kept one in ten.  Less is what allocators
+keep: of Python's objects the console has no more then, and the page's heap stays as it is after
+5,000 frames that are played."""
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +131,15 @@ def test_it_shows_who_copies_from_whom_and_asks_nobody_else(
     assert shown.complaints == []
 
 
+def ask(shown: Page, hashes: str, answer: str) -> None:
+    """Type hashes into the form, and wait for its answer to these."""
+    shown.run("document.getElementById('prefix-answer').replaceChildren()")
+    shown.page.fill("#prefix-hashes", hashes)
+    shown.page.press("#prefix-hashes", "Tab")
+    shown.page.keyboard.press("Enter")
+    shown.wait("prefix-answer", answer)
+
+
 def test_a_prefix_is_asked_for_by_its_hashes(place: Node, toys: Toys, opens: Opens) -> None:
     a, _ = toys.pair()
     keys = a.prompt()
@@ -132,13 +150,27 @@ def test_a_prefix_is_asked_for_by_its_hashes(place: Node, toys: Toys, opens: Ope
     shown.page.click("#prefix button")
     shown.wait("prefix-answer", f"a: {6 * TOKENS} tokens in its own cache")
     ends = [int.from_bytes(key[-8:], "big") for key in keys[:2]]  # as vLLM's KV events have them
-    shown.page.fill("#prefix-hashes", str(ends))
-    shown.page.press("#prefix-hashes", "Tab")
-    shown.page.keyboard.press("Enter")
-    shown.wait("prefix-answer", f"a: {2 * TOKENS} tokens in its own cache")
-    shown.page.fill("#prefix-hashes", "zz")
-    shown.page.click("#prefix button")
-    shown.wait("prefix-answer", "is no hash")
+    ask(shown, str(ends), f"a: {2 * TOKENS} tokens in its own cache")
+    ask(shown, f"0x{keys[0][-8:].hex()}", f"a: {TOKENS} tokens in its own cache")
+    ask(shown, "zz", "is no hash")
+
+
+ENDS = [1234567890123456, 7, 2**64 - 1]
+
+
+def test_a_hash_that_may_be_two_things_is_refused(place: Node, toys: Toys, opens: Opens) -> None:
+    """16 digits: kvshm dump prints as many of the beginning, and a number in KV events, which is
+    a hash's end, may have as many."""
+    a = toys.join("a")
+    keys = [bytes([place]) * 24 + end.to_bytes(8, "big") for place, end in enumerate(ENDS)]
+    assert a.compute(keys, range(3)) == 3
+    shown = opens(Console(place))
+    shown.wait("prefix-model", "m, blocks of")
+    both = str(ENDS[0])
+    for hashes in (both, f"{both} {both}", f"{keys[0].hex()} {keys[1].hex()[:15]}e"):
+        ask(shown, hashes, "16 digits may be the beginning of a hash")
+    ask(shown, f"0{both}", f"a: {TOKENS} tokens in its own cache")
+    ask(shown, str(ENDS), f"a: {3 * TOKENS} tokens in its own cache")
 
 
 def test_names_of_engines_are_text_and_nothing_else(place: Node, toys: Toys, opens: Opens) -> None:
@@ -226,6 +258,63 @@ def test_many_engines_fit_any_width_and_the_page_does_not_grow(opens: Opens) -> 
             grown = shown.run(NODES)
             shown.run(hours)
             assert shown.run(NODES) == grown <= before + 120 * (3 + 7) + 4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_page_left_open_for_half_an_hour_does_not_grow(opens: Opens) -> None:
+    """In real time what ``test_many_engines_fit_any_width_and_the_page_does_not_grow`` plays."""
+    with fresh_node() as node:
+        node.coordinator()
+        with crowd(node) as engines:
+            shown = opens(Console(node))
+            wait_until(lambda: len(shown.rows("engines")) == MANY, "all are shown")
+            full = "{local: 1, peer: 1, computed: 1, copied_bytes: 0, discarded: 0, seconds: 30, "
+            hour = f"points = [...Array(MOST_POINTS).keys()].map(i => ({full} time: 30 * i}}))"
+            shown.run(f"{hour}; showHour()")  # it grows for an hour, else
+            shown.run("heard = 0; stream.addEventListener('top', () => { heard += 1; })")
+            found = []
+            for _ in range(LEFT_OPEN_MINUTES // 5):
+                work_on(engines, 5 * 60, shown)
+                found.append(sizes_of(shown))
+            print(*found, sep="\n")
+            assert shown.run("heard") > LEFT_OPEN_MINUTES * 60 / INTERVAL_SECONDS / 2
+            for name, most in MOST_GROWN.items():
+                assert found[-1][name] <= found[0][name] + most, (name, found)
+            assert shown.complaints == []
+
+
+def work_on(engines: list[Managed], seconds: float, shown: Page) -> None:
+    """Have two engines at a time publish and look up, for so long."""
+    end = time.monotonic() + seconds
+    for first in cycle(range(0, len(engines), 2)):
+        results = toy_engines.all_more(engines[first : first + 2])
+        assert not any(result["wrong"] for result in results)
+        shown.page.wait_for_timeout(1000)  # a page's rate of work, and time is what is tried here
+        if time.monotonic() > end:
+            return
+
+
+def sizes_of(shown: Page) -> dict[str, int]:
+    """What the page and the console hold: the least of three looks."""
+    found = []
+    for _ in range(3):
+        found.append(sizes_now(shown))
+        shown.page.wait_for_timeout(700)
+    return {name: min(each[name] for each in found) for name in MOST_GROWN}
+
+
+def sizes_now(shown: Page) -> dict[str, int]:
+    """When the page's garbage is collected."""
+    session = shown.page.context.new_cdp_session(shown.page)
+    session.send("Performance.enable")
+    session.send("HeapProfiler.collectGarbage")
+    found = session.send("Performance.getMetrics")["metrics"]
+    session.detach()
+    of_page = {each["name"]: int(each["value"]) for each in found}
+    status = Path(f"/proc/{shown.console.process.pid}/status").read_text()
+    rss = 1024 * int(status.partition("VmRSS:")[2].split()[0])
+    return {**of_page, "rss": rss}
 
 
 def test_all_of_it_is_reached_by_keyboard_and_named_for_a_reader(

@@ -29,7 +29,13 @@ NAMED = {
 ENABLED = {"1", "true", "yes", "on"}
 CONNECTOR = b"KvshmConnector"
 """As a --kv-transfer-config names it."""
-_COMMANDS = {b"kvshm", b"kvshm-coordinator", b"kvshm.coordinator", b"kvshm.tools.cli"}
+_COMMANDS = {
+    b"kvshm",
+    b"kvshm-coordinator",
+    b"kvshm.coordinator",
+    b"kvshm.coordinator.program",
+    b"kvshm.tools.cli",
+}
 """Programs and modules of kvshm's own, which are no engines."""
 _LOADED = re.compile(rb"/(vllm|kvshm)/_\w*\.[\w.]*so")
 _FIRST_ARGUMENTS = 5

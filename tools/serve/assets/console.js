@@ -142,7 +142,7 @@ function showEngines() {
       percent(share(engine.tokens, engine.tokens.local)), percent(share(engine.tokens, engine.tokens.peer)),
       rate(engine.in_bytes_per_second), rate(engine.out_bytes_per_second),
       number(engine.leased_blocks), number(engine.lacking_blocks), time(engine.hook_mean_ns),
-      [engine.model, "text"],
+      [engine.model, "text long"],
     ];
   });
 }
@@ -156,7 +156,7 @@ function showCopies() {
   ]);
   const now = pairs.filter((pair) => pair.bytes_per_second).sort((a, b) => b.bytes_per_second - a.bytes_per_second);
   const told = now.slice(0, 3).map((pair) => `${pair.importer} from ${pair.exporter} at ${rate(pair.bytes_per_second)} by ${pair.path}`);
-  set($("graph-text"), `${now.length} of ${pairs.length} pairs copy now${told.length ? `: ${told.join("; ")}` : ""}`, "quiet");
+  set($("graph-text"), pairs.length ? `${now.length} of ${pairs.length} pairs copy now${told.length ? `: ${told.join("; ")}` : ""}` : "no engine has copied from another yet", "quiet");
   draw(pairs.filter((pair) => pair.window_bytes || pair.bytes_per_second));
 }
 
@@ -165,7 +165,7 @@ function showCopies() {
 let lastGraph = "";
 
 function draw(pairs) {
-  const engines = view.engines, place = new Map();
+  const engines = view.engines, place = new Map(), flat = engines.length < 3;
   const same = JSON.stringify([engines.map((e) => [e.epoch, e.engine, e.state]), pairs.map((p) => [p.importer_epoch, p.exporter_epoch, p.path, p.slow, rate(p.bytes_per_second)])]);
   if (same === lastGraph) return;
   lastGraph = same;
@@ -178,10 +178,12 @@ function draw(pairs) {
   for (const pair of seen) shapes.push(...arrow(pair, place.get(pair.exporter_epoch), place.get(pair.importer_epoch), seen.length <= LABELLED_EDGES));
   for (const engine of engines) {
     const { x, y, cos, sin } = place.get(engine.epoch);
-    const anchor = Math.abs(cos) < 0.2 ? "middle" : cos > 0 ? "start" : "end";
+    const anchor = flat || Math.abs(cos) < 0.2 ? "middle" : cos > 0 ? "start" : "end";
     shapes.push(drawn("circle", { class: `engine ${engine.state}${engine.keeps ? " keeper" : ""}`, cx: x, cy: y, r: 8 }));
-    shapes.push(drawn("text", { x: x + 14 * cos, y: y + 4 + 18 * sin, "text-anchor": anchor }, short(named(engine.namespace, engine.engine))));
+    shapes.push(drawn("text", { x: flat ? x : x + 14 * cos, y: flat ? y + 28 : y + 4 + 18 * sin, "text-anchor": anchor }, short(named(engine.namespace, engine.engine))));
   }
+  $("graph").setAttribute("viewBox", flat ? "0 125 640 150" : "0 0 640 400");
+  $("graph").setAttribute("class", flat ? "flat" : "");
   $("graph").replaceChildren(...shapes);
 }
 
@@ -193,15 +195,14 @@ function arrow(pair, from, to, labelled) {
   const length = Math.hypot(to.x - bend.x, to.y - bend.y) || 1;
   const unit = { x: (to.x - bend.x) / length, y: (to.y - bend.y) / length };
   const tip = { x: to.x - 11 * unit.x, y: to.y - 11 * unit.y };
-  const speed = pair.bytes_per_second ?? 0;
-  const kind = pair.slow ? " slow" : speed ? "" : " resting";
+  const speed = pair.bytes_per_second ?? 0, kind = pair.slow ? " slow" : speed ? "" : " resting";
   const line = drawn("path", {
     class: `edge${kind}`, "stroke-width": Math.min(1.5 + Math.log10(1 + speed / 1e6), 7).toFixed(1),
     d: `M${from.x.toFixed(1)} ${from.y.toFixed(1)}Q${bend.x.toFixed(1)} ${bend.y.toFixed(1)} ${tip.x.toFixed(1)} ${tip.y.toFixed(1)}`,
   });
   line.append(drawn("title", {}, `${pair.importer} from ${pair.exporter}: ${rate(speed)} by ${pair.path}`));
   const corner = (side) => `${(tip.x - 9 * unit.x + side * 5 * unit.y).toFixed(1)},${(tip.y - 9 * unit.y - side * 5 * unit.x).toFixed(1)}`;
-  const head = drawn("polygon", { class: "arrow", points: `${tip.x.toFixed(1)},${tip.y.toFixed(1)} ${corner(1)} ${corner(-1)}` });
+  const head = drawn("polygon", { class: `arrow${kind}`, points: `${tip.x.toFixed(1)},${tip.y.toFixed(1)} ${corner(1)} ${corner(-1)}` });
   const middle = { x: (from.x + 2 * bend.x + to.x) / 4, y: (from.y + 2 * bend.y + to.y) / 4 };
   const label = drawn("text", { x: middle.x, y: middle.y - 4, "text-anchor": "middle", class: "quiet" }, `${pair.path} ${rate(speed)}`);
   return labelled && speed ? [line, head, label] : [line, head];
@@ -209,8 +210,7 @@ function arrow(pair, from, to, labelled) {
 
 function showHour() {
   if (!points.length) return;
-  const peak = Math.max(...points.map((p) => (p.local + p.peer + p.computed) / p.seconds), 1);
-  const shapes = [];
+  const shapes = [], peak = Math.max(...points.map((p) => (p.local + p.peer + p.computed) / p.seconds), 1);
   let right = WIDTH;
   for (const point of [...points].reverse()) {
     const width = point.seconds / HOUR * WIDTH;
@@ -227,7 +227,7 @@ function showHour() {
   for (const point of points) for (const source of Object.keys(sums)) sums[source] += point[source];
   const all = sums.local + sums.peer + sums.computed;
   const parts = Object.entries(NAMES).map(([source, name]) => `${name} ${percent(share(sums, sums[source]))}`);
-  set($("hour-text"), all ? `of ${number(all)} prompt tokens: ${parts.join(", ")}; ${number(peak)} a second at most` : "no prompt tokens", "quiet");
+  set($("hour-text"), all ? `of ${number(all)} prompt tokens: ${parts.join(", ")}; at full height ${number(peak)} a second` : "no prompt tokens", "quiet");
   table("points", [...points].reverse(), (point) => String(point.time), (point) => [
     new Date(point.time * 1000).toLocaleTimeString(), number(point.local), number(point.peer),
     number(point.computed), bytes(point.copied_bytes), number(point.discarded),
@@ -258,8 +258,8 @@ function offerModels() {
   });
 }
 
-// 64-bit numbers, as in KV events, are written in hexadecimal: JavaScript's numbers would round them.
-const hashOf = (word) => (/^\d{17,20}$/.test(word) ? BigInt(word).toString(16).padStart(16, "0") : word);
+// Numbers as in KV events, of up to 20 digits, are sent in hexadecimal: JavaScript would round them.
+const hashOf = (word) => (/^\d{1,20}$/.test(word) ? BigInt(word).toString(16).padStart(16, "0") : word);
 
 async function fetched(path, options) {
   const reply = await fetch(path, options);
@@ -270,9 +270,10 @@ async function fetched(path, options) {
 async function ask(submitted) {
   submitted.preventDefault();
   const [model, block_size] = JSON.parse($("prefix-model").value);
-  const seq_hashes = $("prefix-hashes").value.split(/[\s,;"'[\]]+/).filter(Boolean).map(hashOf);
-  const answer = $("prefix-answer");
+  const answer = $("prefix-answer"), words = $("prefix-hashes").value.split(/[\s,;"'[\]]+/).filter(Boolean);
   try {
+    const short = words.filter((word) => /^[\da-f]{16}$/i.test(word)), seq_hashes = words.map(hashOf);
+    if (short.length && (short.length === words.length || /[a-f]/i.test(short))) throw new Error(`${short[0]}: 16 digits may be the beginning of a hash; kvshm dump --json prints whole ones. Before a number of 16 digits, write 0`);
     const reply = await fetched("/prefix", { method: "POST", body: JSON.stringify({ model, block_size, seq_hashes }) });
     const found = Object.entries(reply.default).sort(([, a], [, b]) => b.longest_matched - a.longest_matched);
     const lines = found.map(([engine, held]) => `${engine}: ${held.GPU} tokens in its own cache${held.CPU ? `, ${held.CPU} with keepers` : ""}`);
