@@ -10,7 +10,7 @@ AUDITED := dev gpu-vllm lmcache mooncake release routers site torch upstream vll
 release: $(RELEASE) ## build the source archive and the wheels of the commit in dist/release
 	$(RELEASE_PYTHON) release/make_release.py dist/release
 
-release-check: release $(ENGINE) $(KVSHM) ## what an index and its users expect of it, on each Python that is here; BRIEF=1: the newest
+release-check: release $(ENGINE) $(KVSHM) $(if $(BRIEF),,site-check deploy-check image-check) ## what an index and its users expect of it, on each Python that is here, and site, image and manifests; BRIEF=1: the wheels, on the newest
 	$(PYTHON) -m pytest -rfEs --durations=5 release
 	KVSHM_RELEASED_WHEEL="$$(echo $(CURDIR)/dist/release/*x86_64.whl)" \
 		PYTHONS="$(if $(BRIEF),$(lastword $(PYTHONS)),$(PYTHONS))" \
