@@ -333,7 +333,7 @@ STARTS = {
     "imported": "`import kvshm`",
     "unused": "the plugin in a process of vLLM, not turned on",
     "version": "`kvshm --version`",
-    "coordinator": "`kvshm-coordinator --version`",
+    "coordinator": "the same of the coordinator",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ import pytest
 from ..multiprocess import toys
 from ..multiprocess.consoles import Console
 from ..multiprocess.processes import Managed, fresh_node
+from ..sources import ROOT
 
 
 @pytest.mark.parametrize("options", [["--rounds", "1"], ["--engines", "1"]])
 def test_what_would_fail_after_minutes_is_refused(options: list[str]) -> None:
     argv = [sys.executable, str(bench_console.__file__), *options]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    path = {**os.environ, "PYTHONPATH": f"{ROOT}/examples:{ROOT}"}  # as benchmarks/suite.py has it
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=path)
     assert ended.returncode == 2, ended.stderr
     assert "at least 2 rounds and 2 engines" in ended.stderr
     assert not ended.stdout

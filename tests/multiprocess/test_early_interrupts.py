@@ -36,14 +36,23 @@ argparse.ArgumentParser.__init__ = waits
 """
 
 
-def start(processes: Processes, program: str, folder: Path, argparse: str, *words: str) -> Managed:
+def start(
+    processes: Processes,
+    program: str,
+    folder: Path,
+    argparse: str,
+    *words: str,
+    ignoring: bool = False,
+) -> Managed:
     """Start a program as the script does that pip makes of its entry, and wait until it is there.
 
-    ``argparse``: the source of a module that takes the place of Python's.
+    ``argparse``: the source of a module that takes the place of Python's.  SIGINT is heeded
+    whatever this process inherited, unless ``ignoring``.
     """
     (folder / "argparse.py").write_text(argparse)
     module, _, name = SCRIPTS[program].partition(":")
-    script = f"import sys; from {module} import {name}; sys.exit({name}())"
+    heed = "" if ignoring else "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"import signal, sys\n{heed}\nfrom {module} import {name}; sys.exit({name}())"
     path = f"{folder}:{ROOT}"
     started = processes.start(
         program, sys.executable, "-c", script, *words, environ={"PYTHONPATH": path}
@@ -88,7 +97,7 @@ def test_an_interrupt_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with real_processes() as processes:
-            started = start(processes, "kvshm", tmp_path, ANSWERING, "status")
+            started = start(processes, "kvshm", tmp_path, ANSWERING, "status", ignoring=True)
             started.signal(signal.SIGINT)
             started.say("is it there")
             started.wait_out(lambda line: line == "still here")
