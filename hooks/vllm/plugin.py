@@ -50,7 +50,10 @@ def activate() -> None:
     vLLM's start.
     """
     enable = os.environ.get("KVSHM_ENABLE", "")
-    if enable == "0" or not (enable or os.environ.get("KVSHM_CONFIG")):
+    if enable == "0":
+        return
+    if not (enable or os.environ.get("KVSHM_CONFIG")):
+        _say_what_is_misspelt()
         return
     from kvshm._base.log_output import start_log
     from kvshm.config import Config
@@ -77,6 +80,17 @@ def activate() -> None:
         reason = unexpected(exc)
     if reason is not None:
         _decline(reason, config)
+
+
+def _say_what_is_misspelt() -> None:
+    """Log each variable that looks like a setting and is none: KVSHM_ENABLED, say.  Imports nothing
+    if there is no variable of kvshm."""
+    if not any(name.startswith("KVSHM_") for name in os.environ):
+        return
+    from kvshm.config import misspelt
+
+    for line in misspelt(os.environ):
+        _log_once(line)
 
 
 def _wrap() -> None:
@@ -157,6 +171,8 @@ def _configure(vllm_config: VllmConfig) -> None:
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:
     """Return why this engine gets no connector, or None."""
+    if (unbuilt := native_refusal()) is not None:
+        return unbuilt
     from .identity.refusals import config_refusal
 
     if other is not None and not config.beside:
@@ -174,10 +190,8 @@ def touchpoint_refusal() -> str | None:
     connector.  Raises ConfigError for a bad setting."""
     from kvshm.errors import ConfigError
 
-    try:
-        from kvshm import _native as _native
-    except ImportError as exc:  # not built, as in a clone, or built from other sources
-        return f"the kvshm that Python finds is not built: {exc}"
+    if (unbuilt := native_refusal()) is not None:
+        return unbuilt
     try:
         from .connector import KvshmConnector
     except ConfigError:
@@ -190,6 +204,15 @@ def touchpoint_refusal() -> str | None:
         return unexpected(exc)
     unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
     return f"this vLLM requires connectors to have {unknown}" if unknown else None
+
+
+def native_refusal() -> str | None:
+    """Return why kvshm's C code cannot be imported, or None."""
+    try:
+        from kvshm import _native as _native
+    except ImportError as exc:  # not built, as in a clone, or built from other sources
+        return f"the kvshm that Python finds is not built: {exc}"
+    return None
 
 
 def _decline(reason: str, config: Config | None = None, vllm_config: Any = None) -> None:

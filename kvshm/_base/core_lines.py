@@ -84,9 +84,10 @@ class CoreLine(LogLine):
     )
     NO_COORDINATOR = (
         WARNING,
-        "no coordinator: nothing is shared until one is started: %s",
-        "run the command at the end of the line; logged once, when no coordinator has "
-        "answered for 5 s",
+        "no coordinator in this run directory: nothing is shared until one is started: %s",
+        "run the command at the end of the line, as the engine's user; or, if one runs, give both "
+        "the same KVSHM_RUN_DIR and KVSHM_NAMESPACE; logged once, when no coordinator has answered "
+        "for 5 s",
     )
     COORDINATOR_LOST = (
         WARNING,

@@ -55,7 +55,7 @@ def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
     except OSError as exc:
         raise RunDirectoryError(
             f"run directory {directory} cannot be used: {exc.strerror}; create it with mode "
-            "0700, or set KVSHM_RUN_DIR to a directory of your own"
+            "0700 where this user may write, or set KVSHM_RUN_DIR to a directory of your own"
         ) from exc
     return directory
 
@@ -86,7 +86,8 @@ def _check(directory: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise RunDirectoryError(
             f"run directory {directory} belongs to uid {found.st_uid}, this process runs as uid "
-            f"{os.geteuid()}; set KVSHM_RUN_DIR to a directory of your own"
+            f"{os.geteuid()}; run engines, coordinator and commands as one user, or set "
+            "KVSHM_RUN_DIR to a directory of your own"
         )
     mode = stat.S_IMODE(found.st_mode)
     # Set-group-id is inherited from the directory above (Kubernetes: fsGroup) and harmless.

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from kvshm._base.core_lines import CoreLine
 from kvshm._base.fingerprint import (
+    ATTENTION,
+    BLOCK_SIZE,
     DTYPE,
+    EXECUTION,
+    HASH_ALGORITHM,
     KV_DTYPE,
     LORA,
     MODEL,
     MODEL_CONFIG,
+    NONE_HASH,
     PARALLEL,
     QUANTIZATION,
     WEIGHTS,
@@ -26,6 +31,16 @@ VALUE_CHARACTERS = 64
 ENOUGH_CHARACTERS = 12
 """Of a value: it is cut no further for the names of other fields that differ."""
 NOT_GIVEN = "(none)"
+_DECIDED_BY = {
+    NONE_HASH: "PYTHONHASHSEED",
+    HASH_ALGORITHM: "--prefix-caching-hash-algo",
+    BLOCK_SIZE: "--block-size",
+    DTYPE: "--dtype",
+    KV_DTYPE: "--kv-cache-dtype",
+    EXECUTION: "--enforce-eager or --compilation-config",
+    ATTENTION: "--attention-backend",
+}
+"""Fields that a variable or an option of the engine decides by itself."""
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
@@ -33,7 +48,14 @@ _OF_ONE_MODEL = {DTYPE, KV_DTYPE, LORA, PARALLEL, QUANTIZATION}
 def log_line(other: IncompatibleEngine) -> FilledLine:
     """Return the log line: the first differing field with both values, and the others' names."""
     who = engine_name(name=other.name, pid=other.pid)
-    return CoreLine.INCOMPATIBLE.fill(who, reason(other, LINE_CHARACTERS))
+    first = next(iter(other.differences))
+    return CoreLine.INCOMPATIBLE.fill(who, reason(other, LINE_CHARACTERS) + remedy(first))
+
+
+def remedy(field: str) -> str:
+    """Return what to give both engines alike, "" if no single option decides this field."""
+    option = _DECIDED_BY.get(field)
+    return f" (give both the same {option})" if option else ""
 
 
 def record(other: IncompatibleEngine) -> tuple[str, str, str]:

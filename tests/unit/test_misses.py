@@ -71,7 +71,7 @@ def logged(other: IncompatibleEngine) -> LoggedError:
 def test_an_incompatible_engine_is_named_with_what_differs() -> None:
     assert str(incompatible.log_line(OTHER)) == (
         "engine vllm-7 (pid 7) cannot share with this one: "
-        "dtype is bf16 here, f16 there; also weights"
+        "dtype is bf16 here, f16 there; also weights (give both the same --dtype)"
     )
     assert recorded(OTHER) == (
         "cannot share with vllm-7: dtype is bf16 here, f16 there; also weights"

@@ -185,14 +185,17 @@ def test_what_is_not_ready_serves_on_unshared(changed: dict[str, Any], reason: s
 def test_an_engine_without_a_request_yet_is_healthy_but_not_ready() -> None:
     health = found(life=(False, False))
     assert (health.ready, health.progress, health.state) == (False, True, State.HEALTHY)
-    assert health.reasons[0].startswith("it waits for its first request")
+    assert health.reasons[0].startswith("it is ready after its first request")
     assert found(life=(False, False), joined=False).state is State.DEGRADED
     begun = with_loop("scheduler", 0, 1)
     assert found(life=(False, False), progress=begun).state is State.DEGRADED
 
 
 def test_without_a_coordinator_no_one_has_to_be_in_its_roster() -> None:
-    assert found(replace(SPACE, coordinated=False), joined=False).ready
+    alone = replace(SPACE, coordinated=False)
+    assert found(alone, joined=False).ready
+    new = found(alone, joined=False, life=(False,))
+    assert new.reasons == ("no coordinator has admitted it yet",)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_an_engine_that_differs_from_all_others_of_its_model_is_reported_with_th
     )
     other = replace(ENGINE, epoch=Epoch(2), name="other", fingerprint="11")
     assert found(replace(SPACE, engines=(ENGINE, other)), errors=errors).reasons == (
-        f"shares with no engine here: {text}",
+        f"shares with no engine here: {text} (give both the same --dtype)",
     )
     assert codes(replace(SPACE, engines=(ENGINE, other)), errors=errors) == [Code.ALONE]
     for engines in (

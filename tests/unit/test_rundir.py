@@ -81,7 +81,8 @@ def test_another_users_directory_is_refused(
     tmp_path.chmod(0o700)
     owner = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    said = f"belongs to uid {owner}, this process runs as uid {owner + 1}; set KVSHM_RUN_DIR to a "
+    said = f"belongs to uid {owner}, this process runs as uid {owner + 1}; "
+    said += "run engines, coordinator and commands as one user, or set KVSHM_RUN_DIR to a "
     with pytest.raises(RunDirectoryError, match=f"{said}directory of your own"):
         open_run_directory(str(tmp_path), {})
 

@@ -41,7 +41,7 @@ USUAL = {
 """What the session's two engines say of themselves."""
 
 
-SAID = re.compile(r"cannot share with this one: (\w+) is (.*) here, (.*) there; also (.*)")
+SAID = re.compile(r"cannot share with this one: (\w+) is (.*) here, (.*) there; also ([\w ]*\w)")
 
 
 def named(one: Engine, differing: dict[str, str], *, itself: bool) -> list[str]:

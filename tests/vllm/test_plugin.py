@@ -94,6 +94,27 @@ def test_disabled_it_imports_nothing() -> None:
     assert (reported.returncode, reported.stdout.split()) == (0, []), reported.stderr
 
 
+def test_who_misspelt_the_variable_that_turns_it_on_is_told() -> None:
+    """As vLLM loads plugins, its log set up."""
+    code = (
+        "import vllm.logger; from kvshm.hooks.vllm.plugin import activate; activate(); activate()"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSHM_")}
+    for name, value, said in (
+        ("KVSHM_ENABLED", "1", 1),
+        ("KVSHM_ROLE", "nonsense", 0),  # as for other engines, in an environment of all
+        ("KVSHM_PORT", "tcp://10.0.0.1:1", 0),  # as Kubernetes sets it
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**environ, name: value},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0
+        assert (ended.stdout + ended.stderr).count("did you mean KVSHM_ENABLE?") == said
+
+
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [

@@ -36,6 +36,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvshm
+from kvshm.config import Config
+from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.identity.refusals import cache_refusal, config_refusal
 from kvshm.hooks.vllm.plain_connector import plain_connector
@@ -272,6 +274,9 @@ def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.Mon
         patch.delattr(kvshm, "_native")
         patch.setitem(sys.modules, "kvshm._native", None)
         assert str(touchpoint_refusal()).startswith("the kvshm that Python finds is not built")
+        patch.setitem(sys.modules, "kvshm.hooks.vllm.identity.refusals", None)  # it needs C code
+        said = plugin._refusal(VllmConfig(), None, Config())
+        assert str(said).startswith("the kvshm that Python finds is not built")
     monkeypatch.setitem(sys.modules, "kvshm.hooks.vllm.connector", None)
     assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvshm._base.declined import Declined
 from kvshm._base.ids import Epoch
+from kvshm._node.incompatible import remedy
 from kvshm._shm.error_log import ErrorCode
 from kvshm._shm.progress import SCHEDULER_LOOP, LoopProgress
 
@@ -185,7 +186,7 @@ def judge(
     reasons = [*dead, *stalled, *unready, *others]
     state = State.HEALTHY if not reasons else State.DEGRADED if serves else State.DOWN
     if live and waits:
-        why = "it waits for its first request, with which its ranks open the epoch"
+        why = "it is ready after its first request, with which its ranks open the epoch"
         reasons.append(Reason(Code.WAITS, why))
     if live and not timed:
         why = f"whether its loops go round is not known: {CANNOT_TELL}"
@@ -228,6 +229,9 @@ def _none_means_to_share(space: NamespaceReading) -> bool:
     return bool(space.declined) and all(record.on_purpose for record in space.declined)
 
 
+NOT_ADMITTED = "no coordinator has admitted it yet"
+
+
 def _why_dead(engine: EngineReading) -> Iterator[Reason]:
     if engine.owner_died:
         yield Reason(Code.ENDED, "its process has ended")
@@ -252,7 +256,9 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[Rea
         yield Reason(Code.EPOCH_ENDED, "its epoch has ended, and no other one has begun")
     elif not all(engine.life):
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
-        yield Reason(Code.NOT_OPENED, f"ranks that have not opened the epoch: {ranks}")
+        admitted = space.coordinated or engine.joined
+        why = f"ranks that have not opened the epoch: {ranks}" if admitted else NOT_ADMITTED
+        yield Reason(Code.NOT_OPENED, why)
     if space.coordinated and not engine.joined:
         why = engine.last_error(ErrorCode.REFUSED, ErrorCode.OTHER_VERSION)
         text = "it is not in the coordinator's roster" + (f": {why}" if why else "")
@@ -283,8 +289,8 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[Reason]:
     alike = {e.name for e in others if e.model == engine.model}
     if engine.keeps or not alike or any(e.fingerprint == engine.fingerprint for e in others):
         return
-    for _, text in engine.differences(*alike):
-        yield Reason(Code.ALONE, f"shares with no engine here: {text}")
+    for field, text in engine.differences(*alike):
+        yield Reason(Code.ALONE, f"shares with no engine here: {text}{remedy(field)}")
         return
 
 
