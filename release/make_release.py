@@ -4,8 +4,9 @@
 
 All of it comes from the commit that is checked out, and is the same to the last byte wherever and
 whenever it is built (https://reproducible-builds.org): times are those of the commit, the compiler
-and its libc are pinned, both by ziglang's version, and nothing has a path of the machine in it.
-zig compiles for another architecture as for its own, against the symbols of glibc 2.28.
+and its libc are pinned, both by ziglang's version, as are Python's headers by its minor version,
+nothing has a path of the machine in it, and neither umask nor environment reach it.  zig compiles
+for another architecture as for its own, against the symbols of glibc 2.28.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,13 +32,18 @@ GLIBC = "2.28"
 ARCHITECTURES = ("x86_64", "aarch64")
 OWNER_MAY_WRITE = 0o644, 0o755
 PYTHON = sys.executable
+HEADERS = (3, 11)
+"""Of which Python: the least that the wheels are for."""
+KEPT = ("HOME", "PATH", "TMPDIR")
+"""Of the environment; CFLAGS, say, would change what is built."""
+SETTLED = {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"}
 
 
 def run(*command: str | Path, cwd: Path, **environ: str) -> str:
     """Run a command and return what it prints; its errors end the build."""
-    done = subprocess.run(
-        command, cwd=cwd, env=os.environ | environ, stdout=subprocess.PIPE, text=True
-    )
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    settled = {**kept, **SETTLED, **environ}
+    done = subprocess.run(command, cwd=cwd, env=settled, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}")
     return done.stdout
@@ -43,6 +51,8 @@ def run(*command: str | Path, cwd: Path, **environ: str) -> str:
 
 def check_out(into: Path) -> str:
     """Write the commit's files into a folder, and return its time in seconds since 1970."""
+    if not (ROOT / ".git").exists():
+        raise SystemExit(f"{ROOT} is no clone of kvshm: what is released is what git has")
     archive = into.with_suffix(".tar")
     run("git", "archive", "--output", archive, "HEAD", cwd=ROOT)
     with tarfile.open(archive) as files:
@@ -114,14 +124,14 @@ def build_wheel(source: Path, architecture: str, out: Path, seconds: str) -> Pat
 
 
 def compilers(architecture: str, tree: Path, seconds: str) -> Mapping[str, str]:
-    compiler = f"{PYTHON} -m ziglang cc -target {architecture}-linux-gnu.{GLIBC}"
-    compiler += f" -ffile-prefix-map={tree}=. -g0"
+    compiler = f"{shlex.quote(PYTHON)} -m ziglang cc -target {architecture}-linux-gnu.{GLIBC}"
+    compiler += f" {shlex.quote(f'-ffile-prefix-map={tree}=.')} -g0"
     return {
         "CC": compiler,
         "LDSHARED": f"{compiler} -shared -Wl,-s",
         "SOURCE_DATE_EPOCH": seconds,
         "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
-        "ZIG_GLOBAL_CACHE_DIR": str(Path(tempfile.gettempdir()) / "kvshm-zig"),
+        "ZIG_GLOBAL_CACHE_DIR": str(ROOT / ".cache" / "zig"),  # where nobody else can write
     }
 
 
@@ -137,9 +147,22 @@ def add_materials(wheel: Path, tree: Path, seconds: str) -> None:
     told = ("--output-reproducible", "--of", "JSON", "--pyproject", "pyproject.toml")
     target = ("-o", about / "sboms" / "kvshm.cdx.json")
     run(PYTHON, "-m", "cyclonedx_py", "requirements", *told, *target, requirements, cwd=tree)
+    complete(about / "sboms" / "kvshm.cdx.json", about.name.removesuffix(".dist-info"))
     environ = {"SOURCE_DATE_EPOCH": seconds}
     run(PYTHON, "-m", "wheel", "pack", "--dest-dir", wheel.parent, content, cwd=tree, **environ)
     shutil.rmtree(folder)
+
+
+def complete(materials: Path, release: str) -> None:
+    """Say which version this is, and that it needs what is listed: its tool knows neither."""
+    told = json.loads(materials.read_text())
+    name, version = release.split("-")
+    about = told["metadata"]["component"]
+    about |= {"version": version, "purl": f"pkg:pypi/{name}@{version}"}
+    needed = sorted(each["bom-ref"] for each in told["components"])
+    (own,) = (each for each in told["dependencies"] if each["ref"] == about["bom-ref"])
+    own["dependsOn"] = needed
+    materials.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
 def required(metadata: Path) -> str:
@@ -154,6 +177,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="a folder, which is emptied")
     out = parser.parse_args().out.resolve()
+    if sys.version_info[:2] != HEADERS:
+        wanted = ".".join(map(str, HEADERS))
+        raise SystemExit(f"a release is built by Python {wanted}: make PYTHON3=python{wanted} ...")
+    os.umask(0o022)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as room:

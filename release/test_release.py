@@ -62,9 +62,15 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_commit_gives_the_same_bytes_elsewhere(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "a-longer-path"
+    elsewhere = tmp_path / "a longer päth"
     elsewhere.mkdir()
-    run(BUILDER, "release/make_release.py", tmp_path / "again", TMPDIR=str(elsewhere))
+    habits = {"TMPDIR": str(elsewhere), "CFLAGS": "-O0", "LDFLAGS": "-g", "TZ": "Asia/Kolkata"}
+    habits |= {"LC_ALL": "C", "PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "1"}
+    before = os.umask(0o077)
+    try:
+        run(BUILDER, "release/make_release.py", tmp_path / "again", **habits)
+    finally:
+        os.umask(before)
     assert sums(RELEASE) == sums(tmp_path / "again")
     assert len(sums(RELEASE)) == 1 + len(ARCHITECTURES)
 
@@ -94,6 +100,10 @@ def test_the_bill_of_materials_names_what_a_wheel_needs(wheel: zipfile.ZipFile) 
     needs = metadata(wheel).get_all("Requires-Dist") or []
     always = {re.split(r"\W", each)[0] for each in needs if "extra ==" not in each}
     assert {part["name"] for part in bill["components"]} == always != set()
+    itself = bill["metadata"]["component"]
+    assert itself["purl"] == f"pkg:pypi/kvshm@{__version__}"
+    (own,) = (each for each in bill["dependencies"] if each["ref"] == itself["bom-ref"])
+    assert own["dependsOn"] == sorted(part["bom-ref"] for part in bill["components"])
 
 
 def test_the_tag_is_the_version_and_the_changelog_has_it(wheel: zipfile.ZipFile) -> None:

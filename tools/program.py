@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from kvshm._base.interrupts import run_program
@@ -16,3 +17,7 @@ def _load() -> Callable[[], int]:
     from .cli import main
 
     return main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

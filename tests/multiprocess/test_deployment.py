@@ -219,6 +219,9 @@ def test_containers_share_the_run_directory_and_nothing_else(pod: dict[str, Any]
         mounted += mounts.values()
         environ = {variable["name"]: variable["value"] for variable in container["env"]}
         assert environ["KVSHM_RUN_DIR"] == "/run/kvshm/node"
+        if "vllm" in container["command"]:
+            answers = container["readinessProbe"]["httpGet"]
+            assert answers == {"path": "/health", "port": int(container["command"][-1])}
         asked = container["livenessProbe"]["exec"]["command"]
         assert asked[0] == "kvshm"
         probe = cli.build_parser().parse_args(asked[1:]).probe

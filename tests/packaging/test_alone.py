@@ -25,7 +25,7 @@ OF_THE_EXTRAS = (
     "safetensors>=0.4.3",
     "prometheus-client>=0.20",
     "rich>=13.7",
-    "shtab>=1.7",
+    "shtab>=1.10",
 )
 FOLDERS = {
     "tests/unit": {
