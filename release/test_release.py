@@ -68,7 +68,7 @@ def test_the_same_commit_gives_the_same_bytes_elsewhere(tmp_path: Path) -> None:
     habits |= {"LC_ALL": "C", "PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "1"}
     before = os.umask(0o077)
     try:
-        run(BUILDER, "release/make_release.py", tmp_path / "again", **habits)
+        run(BUILDER, "release/make_release.py", tmp_path / "again", cwd=ROOT, **habits)
     finally:
         os.umask(before)
     assert sums(RELEASE) == sums(tmp_path / "again")
