@@ -21,7 +21,7 @@ from kvshm._shm.layout import LAYOUT_VERSION, VERSION_OFFSET
 from kvshm._shm.traffic import Traffic
 from kvshm.coordinator.joining import refuse_version
 from kvshm.errors import ConfigError, VersionMismatch
-from kvshm.tools.doctor import devices, engines, machine, place
+from kvshm.tools.doctor import devices, engines, machine, place, settings
 from kvshm.tools.doctor.bundle import redactor, write_bundle
 from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
 from kvshm.tools.doctor.evidence import Evidence, gather
@@ -220,6 +220,38 @@ def test_a_file_that_cannot_be_used_enables_nothing(tmp_path: Path) -> None:
         (tmp_path / str(pid) / "maps").write_text("7f00-7f01 r-xp 0 0:1 9  /l/vllm/_C.abi3.so\n")
     found = find_processes(tmp_path, frozenset({9}))
     assert [process.pid for process in found.enabled] == [7]
+    assert found.plain == ()
+
+
+def test_servers_for_which_nobody_has_said_whether_they_share_are_warned_of(
+    served: ServedNode, tmp_path: Path
+) -> None:
+    """Only beside engines that share: elsewhere plain vLLM is what is meant."""
+    place = f"KVSHM_RUN_DIR={served.run_dir}\0KVSHM_NAMESPACE={served.namespace}\0"
+    server = "python\0-P\0-m\0vllm.entrypoints.openai.api_server\0--model\0m\0"
+    for pid, (argv, environ) in enumerate(
+        (
+            (server, f"KVSHM_ENABLE=1\0{place}"),
+            (server, "HOME=/h\0"),
+            ("/v/bin/python\0/v/bin/vllm\0serve\0m\0", "KVSHM_ENABLED=1\0"),
+            (server, "KVSHM_ENABLE=0\0"),
+            ("vim\0vllm\0notes\0", "HOME=/h\0"),
+        ),
+        start=10,
+    ):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "environ").write_text(environ)
+        (tmp_path / str(pid) / "cmdline").write_text(argv)
+        (tmp_path / str(pid) / "maps").write_text("7f00-7f01 r-xp 0 0:1 9  /l/vllm/_C.abi3.so\n")
+        (tmp_path / str(pid) / "root").symlink_to("/")
+    processes = find_processes(tmp_path, frozenset())
+    found = settings.likely_mistakes(replace(look(served), processes=processes))
+    assert found.result is Result.WARNING
+    assert "without KVSHM_ENABLE, 1 or 0" in found.text
+    assert found.text.endswith("(process 11, 12)")
+    alone = replace(processes, enabled=())
+    found = settings.likely_mistakes(replace(look(served), processes=alone))
+    assert found.result is Result.NOT_APPLICABLE
 
 
 # -- engines

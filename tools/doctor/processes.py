@@ -35,8 +35,10 @@ _COMMANDS = {
     b"kvshm.coordinator",
     b"kvshm.coordinator.program",
     b"kvshm.tools.cli",
+    b"kvshm.tools.program",
 }
 """Programs and modules of kvshm's own, which are no engines."""
+_SERVER = re.compile(rb"(^|/)vllm\0serve\0|\0vllm\.entrypoints\.[\w.]+\0")
 _LOADED = re.compile(rb"/(vllm|kvshm)/_\w*\.[\w.]*so")
 _FIRST_ARGUMENTS = 5
 """An interpreter, its options, -m and a module."""
@@ -54,11 +56,13 @@ class Processes:
     enabled: tuple[Process, ...]
     unread: int
     """Processes of which the environment cannot be read: other users'."""
+    plain: tuple[int, ...] = ()
+    """Pids of this user's vLLM servers for which nobody has said whether kvshm is enabled."""
 
 
 def find_processes(proc: Path, without: frozenset[int]) -> Processes:
     """Read /proc.  ``without``: pids that are left out, this process and those that started it."""
-    enabled, unread = [], 0
+    enabled, plain, unread = [], [], 0
     for pid in sorted(int(name) for name in os.listdir(proc) if name.isdecimal()):
         if pid in without:
             continue
@@ -73,7 +77,19 @@ def find_processes(proc: Path, without: frozenset[int]) -> Processes:
         means_to = not _is_command(argv) and (_is_enabled(environ) or CONNECTOR in argv)
         if means_to and _has_loaded(proc / str(pid) / "maps"):
             enabled.append(Process(pid, environ, proc / str(pid) / "root"))
-    return Processes(tuple(enabled), unread)
+        elif not means_to and _is_left_plain(proc / str(pid), argv, environ):
+            plain.append(pid)
+    return Processes(tuple(enabled), unread, tuple(plain))
+
+
+def _is_left_plain(folder: Path, argv: bytes, environ: Mapping[str, str]) -> bool:
+    """Whether it is a server of vLLM of this user, and nothing says that it should not share."""
+    if not _SERVER.search(argv) or environ.get("KVSHM_ENABLE") or "KVSHM_CONFIG" in environ:
+        return False
+    try:
+        return folder.stat().st_uid == os.geteuid()
+    except OSError:  # it has ended
+        return False
 
 
 def _is_command(argv: bytes) -> bool:

@@ -139,7 +139,8 @@ CHECKS = (
     ),
     Check(
         "likely mistakes",
-        "KVSHM_ names that are no settings, and VLLM_PLUGINS that leaves kvshm out",
+        "KVSHM_ names that are no settings, VLLM_PLUGINS that leaves kvshm out, and vLLM's servers "
+        "beside engines that share for which KVSHM_ENABLE says neither 1 nor 0",
         "correct the environment that the line names and restart the engine",
         settings.likely_mistakes,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from kvshm.config import Config
@@ -30,7 +30,14 @@ def _refused(process: Process) -> Iterator[str]:
 
 
 def likely_mistakes(seen: Evidence) -> Finding:
-    return _of_all(seen, _warnings, "nothing in their environments does nothing", warning)
+    good = "nothing in their environments does nothing"
+    return _of_all(seen, _warnings, good, warning, also=_left_plain(seen))
+
+
+def _left_plain(seen: Evidence) -> Iterator[str]:
+    """Servers beside the engines that share, for which KVSHM_ENABLE was probably forgotten."""
+    if pids := ", ".join(map(str, seen.processes.plain)):
+        yield f"vLLM runs without KVSHM_ENABLE, 1 or 0, and shares nothing (process {pids})"
 
 
 def _warnings(process: Process) -> Iterator[str]:
@@ -84,6 +91,7 @@ def _of_all(
     find: Callable[[Process], Iterator[str]],
     good: str,
     bad: Callable[[str], Finding],
+    also: Iterable[str] = (),
 ) -> Finding:
     """Each text once, with the processes for which it was found."""
     if not (here := using_this(seen)):
@@ -92,6 +100,5 @@ def _of_all(
     for process in here:
         for text in find(process):
             texts[text].append(str(process.pid))
-    return judged(
-        (f"{text} (process {', '.join(pids)})" for text, pids in texts.items()), good, bad
-    )
+    told = [f"{text} (process {', '.join(pids)})" for text, pids in texts.items()]
+    return judged([*told, *also], good, bad)
