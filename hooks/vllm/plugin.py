@@ -87,10 +87,13 @@ def _say_what_is_misspelt() -> None:
     if there is no variable of kvshm."""
     if not any(name.startswith("KVSHM_") for name in os.environ):
         return
-    from kvshm.config import misspelt
+    try:
+        from kvshm.config import misspelt
 
-    for line in misspelt(os.environ):
-        _log_once(line)
+        for line in misspelt(os.environ):
+            _log_once(line)
+    except Exception:  # any: an engine that does not use kvshm has nothing to do with its faults
+        return
 
 
 def _wrap() -> None:

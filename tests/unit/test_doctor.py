@@ -235,6 +235,7 @@ def test_servers_for_which_nobody_has_said_whether_they_share_are_warned_of(
             (server, "HOME=/h\0"),
             ("/v/bin/python\0/v/bin/vllm\0serve\0m\0", "KVSHM_ENABLED=1\0"),
             (server, "KVSHM_ENABLE=0\0"),
+            (f"{server}--config\0vllm.yaml\0", "HOME=/h\0"),
             ("vim\0vllm\0notes\0", "HOME=/h\0"),
         ),
         start=10,

@@ -104,6 +104,7 @@ def test_who_misspelt_the_variable_that_turns_it_on_is_told() -> None:
         ("KVSHM_ENABLED", "1", 1),
         ("KVSHM_ROLE", "nonsense", 0),  # as for other engines, in an environment of all
         ("KVSHM_PORT", "tcp://10.0.0.1:1", 0),  # as Kubernetes sets it
+        ("KVSHM_TEST_SYNC_POINT", "fast", 0),  # would be refused, were it turned on
     ):
         ended = subprocess.run(
             [sys.executable, "-c", code],

@@ -86,6 +86,8 @@ def _is_left_plain(folder: Path, argv: bytes, environ: Mapping[str, str]) -> boo
     """Whether it is a server of vLLM of this user, and nothing says that it should not share."""
     if not _SERVER.search(argv) or environ.get("KVSHM_ENABLE") or "KVSHM_CONFIG" in environ:
         return False
+    if b"\0--config" in argv:  # a file of vLLM's, which may name the connector
+        return False
     try:
         return folder.stat().st_uid == os.geteuid()
     except OSError:  # it has ended
