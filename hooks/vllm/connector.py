@@ -38,6 +38,7 @@ from kvshm._base.rundir import open_run_directory, require_room
 from kvshm.errors import ConfigError, MemoryInUse
 
 from ..boundary import guarded, report
+from . import settings
 from .admission import admit
 from .call_stack import callers_with
 from .combination import pass_events_on
@@ -85,8 +86,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         start_log(config.log_level, config.log_format, config.log_file)
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
             log.filled(overridden)  # only the scheduler reads the policy
-        for warning in () if config.enable else config.mistakes:  # else the plugin has logged it
-            log.filled(warning, level)
+        if not (config.enable or settings.misspelt_are_told):  # vLLM has not loaded the plugin
+            for warning in config.mistakes:
+                log.filled(warning, level)
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -90,6 +90,9 @@ def _say_what_is_misspelt() -> None:
     try:
         from kvshm.config import misspelt
 
+        from . import settings
+
+        settings.misspelt_are_told = True
         for line in misspelt(os.environ):
             _log_once(line)
     except Exception:  # any: an engine that does not use kvshm has nothing to do with its faults

@@ -18,6 +18,9 @@ from .roles import engine_transfer, kv_role_limit
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
+misspelt_are_told = False
+"""Whether the plugin has looked at the names of variables, and the connector need not."""
+
 
 def checked_settings(own: Mapping[str, Any] | None = None) -> Config:
     """Return the settings of an engine; ``own``: those in vLLM's configuration.  Raises ConfigError
