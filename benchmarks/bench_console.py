@@ -63,7 +63,7 @@ def console_of(node: Node, pages: int | None) -> Iterator[Console | None]:
     wait_until(lambda: console.ask("/readyz").status == 200, "the console has looked")
     for _ in range(pages):
         open_page(console)
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(SETTLE_SECONDS)  # what opening pages takes is not counted
     yield console
     console.process.terminate()
     node.processes.forget_ended()
@@ -74,6 +74,7 @@ def work(engines: Sequence[Managed], seconds: float) -> float:
     begun = time.monotonic()
     while (passed := time.monotonic() - begun) < seconds:
         toys.all_more(list(engines))
+        # The rate of work is what is given: once a second.
         time.sleep(max(0.0, min(seconds, passed + 1) - (time.monotonic() - begun)))
     return passed
 

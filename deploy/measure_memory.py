@@ -102,9 +102,9 @@ def measure(engines: int, run_dir: str, options: argparse.Namespace) -> dict[str
 def report(
     coordinator: subprocess.Popen[str], engines: list[subprocess.Popen[str]], pause: float
 ) -> dict[str, Any]:
-    time.sleep(pause)
+    time.sleep(pause)  # joins are over
     began = cpu_seconds(coordinator.pid)
-    time.sleep(pause)
+    time.sleep(pause)  # over which its CPU is counted
     found: dict[str, Any] = {
         "engines": len(engines),
         "coordinator": rounded(memory(coordinator.pid)),
@@ -118,7 +118,7 @@ def report(
         last.stdin.flush()
         found["added_to_an_engine"] = rounded(json.loads(last.stdout.readline()))
         last.kill()
-        time.sleep(pause)
+        time.sleep(pause)  # the coordinator sees the death, and reads its table
         found["coordinator_after_a_death"] = rounded(memory(coordinator.pid))
     return found
 

@@ -70,7 +70,7 @@ def complete_links(tree: Path) -> None:
         r'^__version__ = "(.+)"$', (tree / "kvshm/version.py").read_text(), re.M
     )
     readme = tree / project["readme"]
-    readme.write_text(with_whole_links(readme.read_text(), home, f"v{version}"))
+    readme.write_text(with_whole_links(readme.read_text(), home.rstrip("/"), f"v{version}"))
 
 
 def with_whole_links(text: str, home: str, tag: str) -> str:
